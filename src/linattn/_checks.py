@@ -1,0 +1,90 @@
+"""Checks of arguments: one ValueError that names the argument, what came and what was wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def fail(name: str, came: object, wanted: object) -> ValueError:
+    """The library's one form of complaint."""
+    return ValueError(f"{name}: got {came}, wanted {wanted}")
+
+
+def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """``value`` is one of ``allowed``."""
+    if value not in allowed:
+        raise fail(name, repr(value), "one of " + ", ".join(map(repr, allowed)))
+
+
+def tensor(name: str, value: object, dims: str, sizes: dict[str, int], dtype: torch.dtype | None = None) -> None:
+    """``value`` is a floating tensor with the axes ``dims``; sizes of known axes must agree, new ones are recorded.
+
+    ``dtype`` None accepts any floating dtype.
+    """
+    if not isinstance(value, Tensor):
+        raise fail(name, type(value).__name__, f"a tensor [{', '.join(dims.split())}]")
+    axes = dims.split()
+    known = ", ".join(f"{axis}={sizes[axis]}" if axis in sizes else axis for axis in axes)
+    if value.dim() != len(axes):
+        raise fail(name, f"shape {list(value.shape)}", f"{len(axes)} axes [{known}]")
+    for axis, size in zip(axes, value.shape, strict=True):
+        if sizes.setdefault(axis, size) != size:
+            raise fail(name, f"shape {list(value.shape)}", f"[{known}]")
+    if value.dtype not in FLOATS:
+        raise fail(name, f"dtype {value.dtype}", "float32, bfloat16, float16 or float64")
+    if dtype is not None and value.dtype != dtype:
+        raise fail(name, f"dtype {value.dtype}", str(dtype))
+
+
+def same_device(tensors: Mapping[str, Tensor | None]) -> None:
+    """All given tensors are on the device of the first."""
+    present = [(name, value) for name, value in tensors.items() if value is not None]
+    first_name, first = present[0]
+    for name, value in present[1:]:
+        if value.device != first.device:
+            raise fail(name, f"device {value.device}", f"{first.device}, where {first_name} is")
+
+
+def grouped(name: str, groups: int, heads: int) -> None:
+    """The query/key heads divide the value heads."""
+    if groups == 0 or heads % groups:
+        legal = [n for n in range(1, heads + 1) if heads % n == 0]
+        raise fail(name, f"{groups} heads", f"a number of heads that divides the {heads} value heads: {legal}")
+
+
+def cu_seqlens_form(value: object, batch: int, name: str = "cu_seqlens") -> None:
+    """Shape and dtype of packed boundaries; needs no look at the data."""
+    if not isinstance(value, Tensor) or value.dim() != 1 or value.dtype not in (torch.int32, torch.int64):
+        came = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise fail(name, came, "an int32 or int64 tensor [N+1]")
+    if value.numel() < 2:
+        raise fail(name, f"{value.numel()} boundaries", "at least 2: 0 and T")
+    if batch != 1:
+        raise fail(name, f"a batch of {batch}", "packed sequences in one row, B=1")
+
+
+def boundaries(value: Tensor, length: int, name: str = "cu_seqlens") -> list[int]:
+    """The boundaries as integers: they begin at 0, never fall and end at T. Looks at the data."""
+    ends = [int(n) for n in value.tolist()]
+    if ends[0] != 0:
+        raise fail(name, f"a first boundary of {ends[0]}", "0")
+    for left, right in pairwise(ends):
+        if right < left:
+            raise fail(name, f"{right} after {left}", "boundaries that never fall")
+    if ends[-1] != length:
+        raise fail(name, f"a last boundary of {ends[-1]}", f"T={length}")
+    return ends
+
+
+def log_decay(g: Tensor | None, name: str = "g") -> None:
+    """No gate is positive or NaN. Looks at the data."""
+    if g is not None and g.numel():
+        top = float(g.detach().amax())
+        if not top <= 0:
+            raise fail(name, f"a log-decay of {top:g}", "natural logarithms of decays, ≤ 0")

@@ -1,0 +1,1 @@
+"""The ways to run a recurrence. Every backend implements :class:`~linattn.backends._protocol.Backend`."""

@@ -1,0 +1,206 @@
+"""Where torch ends and a kernel begins: the registered ops, written once for every compiled-in backend.
+
+A kernel may branch on data and write into buffers; behind an op, ``torch.compile(fullgraph=True)`` and autograd see one
+node with a known shape.
+
+    linattn::matrix_forward   -> output, final state, and what the backward keeps: low-rank writes, states on the way
+    linattn::matrix_backward  -> gradients of q, k, v, g, beta, a, b, u, state (empty where the input was absent)
+    linattn::scan             -> all elementwise states; its backward is itself, run backwards in time
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from linattn.backends._protocol import MatrixInputs, check_values, state_dtype
+from linattn.recurrence import Read, Write
+
+
+class Saved(NamedTuple):
+    """What a forward keeps for its backward: O(T V) and a few states; empty tensors where nothing is kept."""
+
+    writes: Tensor  # [B, T, H, V]: what the low-rank term wrote
+    states: Tensor  # [n, B, H, K, V]
+
+
+class Grads(NamedTuple):
+    """Gradients of the inputs of the same names."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    beta: Tensor | None
+    a: Tensor | None
+    b: Tensor | None
+    u: Tensor | None
+    state: Tensor
+
+
+class Kernel(ABC):
+    """The compute of a backend behind the ops; ``ends`` are the checked boundaries of packed sequences, or None."""
+
+    @abstractmethod
+    def saved_shapes(self, x: MatrixInputs, mode: str) -> tuple[list[int], list[int]]:
+        """Shapes of :class:`Saved`."""
+
+    @abstractmethod
+    def forward(self, x: MatrixInputs, ends: list[int] | None, mode: str, save: bool) -> tuple[Tensor, Tensor, Saved]:
+        """Output, final state, and what the backward keeps when ``save``."""
+
+    @abstractmethod
+    def backward(
+        self, x: MatrixInputs, ends: list[int] | None, mode: str, saved: Saved, do: Tensor, dS: Tensor, need_g: bool
+    ) -> Grads:
+        """Gradients, given those of the output and of the final state."""
+
+    @abstractmethod
+    def scan(self, x: Tensor, decay: Tensor, state: Tensor) -> Tensor:
+        """h_t = decay_t * h_{t-1} + x_t for x, decay [B, T, D] and h_{-1} = state [B, D]."""
+
+
+KERNELS: dict[str, Kernel] = {}
+
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? a, Tensor? b, Tensor? u, Tensor? state, "
+    "Tensor? cu_seqlens, float scale, str write, str read, str mode, str kernel"
+)
+_library = Library("linattn", "DEF")
+_library.define(f"matrix_forward({_INPUTS}, bool save) -> (Tensor, Tensor, Tensor, Tensor)")
+_library.define(
+    f"matrix_backward(Tensor do, Tensor? dS, Tensor writes, Tensor states, {_INPUTS}, bool need_g) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_library.define("scan(Tensor x, Tensor decay, Tensor state, str kernel) -> Tensor")
+_ARITY = 10  # tensors among _INPUTS
+
+
+def _inputs(args: tuple[Any, ...]) -> tuple[MatrixInputs, str, str]:
+    *tensors, scale, write, read, mode, kernel = args
+    q, k, v, g, beta, a, b, u, state, cu_seqlens = tensors
+    x = MatrixInputs(q, k, v, g, beta, a, b, u, state, cu_seqlens, scale, Write(write), Read(read))
+    return x, mode, kernel
+
+
+def _rows(x: MatrixInputs) -> int:
+    return x.v.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
+
+
+def _state_like(x: MatrixInputs) -> Tensor:
+    return x.v.new_empty(_rows(x), x.v.shape[2], x.k.shape[-1], x.v.shape[-1], dtype=state_dtype(x.v.dtype))
+
+
+def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x, mode, kernel = _inputs(args[:-1])
+    ends = check_values(x.g, x.cu_seqlens, x.v.shape[1])
+    with torch.autocast(x.v.device.type, enabled=False):
+        o, S, saved = KERNELS[kernel].forward(x, ends, mode, args[-1])
+    return o, S, saved.writes, saved.states
+
+
+def _backward(do: Tensor, dS: Tensor | None, writes: Tensor, states: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    x, mode, kernel = _inputs(args[:-1])
+    ends = check_values(None, x.cu_seqlens, x.v.shape[1])
+    dS = torch.zeros_like(_state_like(x)) if dS is None else dS
+    with torch.autocast(x.v.device.type, enabled=False):
+        grads = KERNELS[kernel].backward(x, ends, mode, Saved(writes, states), do, dS, args[-1])
+    return tuple(x.v.new_empty(0) if grad is None else grad for grad in grads)
+
+
+def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x, mode, kernel = _inputs(args[:-1])
+    shapes = KERNELS[kernel].saved_shapes(x, mode) if args[-1] else ([0], [0])
+    writes, states = (x.v.new_empty(shape, dtype=state_dtype(x.v.dtype)) for shape in shapes)
+    return x.v.new_empty(x.v.shape), _state_like(x), writes, states
+
+
+def _backward_fake(do: Tensor, dS: Tensor | None, writes: Tensor, states: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    x, _, _ = _inputs(args[:-1])
+    need = (x.q, x.k, x.v, x.g if args[-1] else None, x.beta, x.a, x.b, x.u)
+    return (*(x.v.new_empty(0) if t is None else t.new_empty(t.shape) for t in need), _state_like(x))
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:_ARITY], *output[2:])
+    ctx.rest = inputs[_ARITY:-1]
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx: Any, do: Tensor | None, dS: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    *tensors, writes, states = ctx.saved_tensors
+    v = tensors[2]
+    do = torch.zeros_like(v) if do is None else do
+    grads = torch.ops.linattn.matrix_backward(do, dS, writes, states, *tensors, *ctx.rest, ctx.needs_input_grad[3])
+    wanted = [
+        grad if need and given is not None else None
+        for grad, need, given in zip(grads, ctx.needs_input_grad, tensors, strict=False)
+    ]
+    return (*wanted, None, *(None for _ in ctx.rest), None)
+
+
+def _scan(x: Tensor, decay: Tensor, state: Tensor, kernel: str) -> Tensor:
+    return KERNELS[kernel].scan(x, decay, state)
+
+
+def _scan_fake(x: Tensor, decay: Tensor, state: Tensor, kernel: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _scan_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, decay, state, ctx.kernel = inputs
+    ctx.save_for_backward(decay, state, output)
+
+
+def _scan_gradient(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
+    """adj_t = dh_t + decay_{t+1} adj_{t+1}: the same scan from the other end."""
+    decay, state, h = ctx.saved_tensors
+    late = torch.cat([decay[:, 1:], torch.zeros_like(decay[:, :1])], 1)
+    adjoint = torch.ops.linattn.scan(dh.flip(1), late.flip(1), torch.zeros_like(state), ctx.kernel).flip(1)
+    before = torch.cat([state.unsqueeze(1), h[:, :-1]], 1)
+    return adjoint, adjoint * before, decay[:, 0] * adjoint[:, 0], None
+
+
+for _name, _impl, _fake in (
+    ("matrix_forward", _forward, _forward_fake),
+    ("matrix_backward", _backward, _backward_fake),
+    ("scan", _scan, _scan_fake),
+):
+    _library.impl(_name, _impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"linattn::{_name}", _fake, lib=_library)
+torch.library.register_autograd("linattn::matrix_forward", _gradient, setup_context=_setup, lib=_library)
+torch.library.register_autograd("linattn::scan", _scan_gradient, setup_context=_scan_setup, lib=_library)
+
+
+def matrix(x: MatrixInputs, mode: str, kernel: str) -> tuple[Tensor, Tensor]:
+    """Run ``kernel`` on a matrix recurrence."""
+    *tensors, scale, write, read = x
+    save = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+    o, S, _, _ = torch.ops.linattn.matrix_forward(*tensors, scale, write.value, read.value, mode, kernel, save)
+    return o, S
+
+
+def scan(x: Tensor, g: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, kernel: str) -> tuple[Tensor, Tensor]:
+    """Run ``kernel`` on an elementwise recurrence; a packed sequence starts by forgetting the one before."""
+    dtype, (B, T, D) = state_dtype(x.dtype), x.shape
+    decay, h = g.to(dtype).exp().expand(B, T, D), x.to(dtype)
+    rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    start = x.new_zeros(rows, D, dtype=dtype) if state is None else state.to(dtype)
+    if cu_seqlens is None:
+        h = torch.ops.linattn.scan(h, decay, start, kernel)
+        return h.to(x.dtype), h[:, -1] if T else start
+    ends = cu_seqlens.to(torch.int64)
+    filled = ends[1:] > ends[:-1]
+    # an empty sequence has no first token: its (zero) contribution goes to token 0
+    first = torch.where(filled, ends[:-1], 0)
+    entering = torch.where(filled[:, None], decay[0].index_select(0, first) * start, 0)
+    h = h[0].index_add(0, first, entering)
+    fresh = torch.zeros(T, dtype=torch.int64, device=x.device).index_add(0, first, filled.to(torch.int64)) > 0
+    decay = torch.where(fresh[:, None], 0, decay[0])
+    h = torch.ops.linattn.scan(h.unsqueeze(0), decay.unsqueeze(0), x.new_zeros(1, D, dtype=dtype), kernel)
+    final = torch.where(filled[:, None], h[0].index_select(0, (ends[1:] - 1).clamp_min(0)), start)
+    return h.to(x.dtype), final

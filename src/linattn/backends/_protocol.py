@@ -1,0 +1,81 @@
+"""What a backend is given and what it must offer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from linattn import _checks
+from linattn.recurrence import Mode, Read, Recurrence, Write
+
+
+class MatrixInputs(NamedTuple):
+    """A matrix recurrence, validated. G query/key heads divide the H value heads; states are [N, H, K, V].
+
+    ``scale``, ``write`` and ``read`` complete the tensors; N is B, or the number of packed sequences.
+    """
+
+    q: Tensor  # [B, T, G, K]
+    k: Tensor  # [B, T, G, K]
+    v: Tensor  # [B, T, H, V]
+    g: Tensor | None  # None, [H], [H, K], [B, T, H] or [B, T, H, K]
+    beta: Tensor | None  # [B, T, H], with Write.DELTA
+    a: Tensor | None  # [B, T, H, K], with Write.LOW_RANK
+    b: Tensor | None  # [B, T, H, K], with Write.LOW_RANK
+    u: Tensor | None  # [H, K], with Read.BEFORE
+    state: Tensor | None  # [N, H, K, V]
+    cu_seqlens: Tensor | None  # [N + 1]
+    scale: float
+    write: Write
+    read: Read
+
+
+class Request(NamedTuple):
+    """What a call asks of a backend, known before there are tensors; a size is None where it is not yet known."""
+
+    device: torch.device
+    dtype: torch.dtype
+    mode: Mode | None  # None: the backend's own choice
+    recurrence: Recurrence
+    key_size: int | None = None
+    value_size: int | None = None
+
+
+class Backend(ABC):
+    """One way to run the recurrences. Differentiable in every tensor, the initial state included."""
+
+    name: str
+    modes: tuple[Mode, ...]
+
+    @abstractmethod
+    def refuses(self, request: Request) -> str | None:
+        """Why this backend can't serve, or None if it can."""
+
+    @abstractmethod
+    def matrix(self, inputs: MatrixInputs, mode: Mode | None) -> tuple[Tensor, Tensor]:
+        """Output [B, T, H, V] in v's dtype and final state [N, H, K, V] in :func:`state_dtype`."""
+
+    @abstractmethod
+    def scan(
+        self, x: Tensor, g: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, mode: Mode | None
+    ) -> tuple[Tensor, Tensor]:
+        """All states h [B, T, D] in x's dtype and the final state [N, D] in :func:`state_dtype`."""
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """States and everything between input and output are float32; float64 stays float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def check_values(g: Tensor | None, cu_seqlens: Tensor | None, length: int) -> list[int] | None:
+    """The checks that must look at the data, and the boundaries of packed sequences."""
+    _checks.log_decay(g)
+    return None if cu_seqlens is None else _checks.boundaries(cu_seqlens, length)
+
+
+def repeat_heads(x: Tensor, heads: int, dim: int = 2) -> Tensor:
+    """[.., G, ..] -> [.., H, ..]: each query/key head serves H/G neighbouring value heads."""
+    return x if x.shape[dim] == heads else x.repeat_interleave(heads // x.shape[dim], dim)

@@ -1,0 +1,241 @@
+"""From a mechanism's tensors to a backend: checks, choice of backend, normaliser, explanation.
+
+Every mechanism calls :func:`matrix` or :func:`scan`; nothing else calls a backend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from linattn import _checks, registry
+from linattn.backends._protocol import Backend, MatrixInputs, Request, state_dtype
+from linattn.backends.chunked import Chunked
+from linattn.backends.reference import Reference
+from linattn.recurrence import Decay, Engine, Mode, Normalizer, Recurrence, Write
+
+# In order of preference: "auto" takes the first that does not refuse.
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Chunked(), Reference())}
+MODES = ("auto", *(mode.value for mode in Mode))
+EPSILON = 1e-6  # smallest denominator of the sum normaliser
+
+
+class NormalizedState(NamedTuple):
+    """State of a recurrence with a sum normaliser: ``S`` [N, H, K, V] and ``z`` [N, H, K], the decayed sum of keys."""
+
+    S: Tensor
+    z: Tensor
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend serves a call, and why the others don't. ``str()`` gives the sentence."""
+
+    backend: str | None
+    refusals: dict[str, str]
+
+    def __str__(self) -> str:
+        chosen = f"backend {self.backend!r} serves this call" if self.backend else "no backend serves this call"
+        return "; ".join([chosen, *(f"{name!r} does not: {why}" for name, why in self.refusals.items())])
+
+
+def choose(backend: str, request: Request) -> Explanation:
+    """The backend for a call. ``backend="auto"`` takes the first that can serve; a named one serves or is refused."""
+    _checks.one_of("backend", backend, ("auto", *BACKENDS))
+    refusals: dict[str, str] = {}
+    for name, candidate in BACKENDS.items():
+        if backend not in ("auto", name):
+            refusals[name] = f"backend={backend!r} was asked for"
+            continue
+        why = candidate.refuses(request)
+        if why is None:
+            later = [other for other in BACKENDS if other not in refusals and other != name]
+            return Explanation(name, refusals | dict.fromkeys(later, f"{name!r} comes first"))
+        refusals[name] = why
+    return Explanation(None, refusals)
+
+
+def explain(
+    mechanism: str,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    mode: str = "auto",
+    backend: str = "auto",
+    key_size: int | None = None,
+    value_size: int | None = None,
+) -> Explanation:
+    """Which backend ``mechanism`` would run on (for heads of these sizes, where given), and why not the others.
+
+    Raises ValueError for an unknown mechanism, backend or mode.
+    """
+    recurrence = registry.get(mechanism).recurrence
+    if recurrence is None:
+        _checks.one_of("backend", backend, ("auto",))
+        return Explanation("torch", dict.fromkeys(BACKENDS, "softmax attention is no recurrence; torch's own runs it"))
+    request = Request(torch.device(device), dtype, _form(mode), recurrence, key_size, value_size)
+    return choose(backend, request)
+
+
+def _form(mode: str) -> Mode | None:
+    _checks.one_of("mode", mode, MODES)
+    return None if mode == "auto" else Mode(mode)
+
+
+def _backend(backend: str, request: Request) -> Backend:
+    explanation = choose(backend, request)
+    if explanation.backend is None:
+        raise ValueError(f"backend: {explanation}")
+    return BACKENDS[explanation.backend]
+
+
+def _check_gate(g: Tensor | None, decay: Decay, sizes: dict[str, int]) -> None:
+    if (g is None) != (decay is Decay.NONE):
+        raise _checks.fail("g", "none" if g is None else "a gate", f"decay {decay.name}: [{decay.value}]")
+    if g is not None:
+        _checks.tensor("g", g, decay.value, sizes)
+
+
+def matrix(
+    recurrence: Recurrence,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+    u: Tensor | None = None,
+    scale: float | None = None,
+    state: Tensor | NormalizedState | None = None,
+    cu_seqlens: Tensor | None = None,
+    mode: str = "auto",
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | NormalizedState]:
+    """Run a matrix recurrence (equations: :mod:`linattn.recurrence`).
+
+    q, k: [B, T, G, K]; v: [B, T, H, V], G divides H; all of one dtype. g: as ``recurrence.decay`` says, any float.
+    beta: [B, T, H] with Write.DELTA; a, b: [B, T, H, K] with Write.LOW_RANK; u: [H, K] with a bonus.
+    scale None is K^-0.5. state: [N, H, K, V] (a NormalizedState with a sum normaliser); N is B, or the number of
+    sequences that ``cu_seqlens`` [N+1] packs into one row.
+
+    Returns o [B, T, H, V] in v's dtype and the state, float32 (float64 for float64 inputs).
+    Raises ValueError on a shape, dtype, device, gate, boundary, mode or backend that doesn't fit.
+    """
+    if recurrence.engine is not Engine.MATRIX:
+        raise _checks.fail("recurrence", f"engine {recurrence.engine.value!r}", "'matrix'")
+    sizes: dict[str, int] = {}
+    _checks.tensor("v", v, "B T H V", sizes)
+    _checks.tensor("q", q, "B T G K", sizes, v.dtype)
+    _checks.tensor("k", k, "B T G K", sizes, v.dtype)
+    B, _, H, V = v.shape
+    K = sizes["K"]
+    _checks.grouped("k", sizes["G"], H)
+    _check_gate(g, recurrence.decay, sizes)
+    low_rank = recurrence.write is Write.LOW_RANK
+    table = (
+        ("beta", beta, "B T H", recurrence.write is Write.DELTA),
+        ("a", a, "B T H K", low_rank),
+        ("b", b, "B T H K", low_rank),
+        ("u", u, "H K", recurrence.bonus),
+    )
+    for name, value, dims, wanted in table:
+        if (value is not None) != wanted:
+            came = "none" if value is None else "a tensor"
+            raise _checks.fail(name, came, f"a tensor [{', '.join(dims.split())}]" if wanted else "none")
+        if value is not None:
+            _checks.tensor(name, value, dims, sizes)
+    if cu_seqlens is not None:
+        _checks.cu_seqlens_form(cu_seqlens, B)
+    sizes["N"] = B if cu_seqlens is None else cu_seqlens.numel() - 1
+
+    normalized = recurrence.normalizer is Normalizer.SUM
+    if normalized:  # the sum of keys is one more value column, of ones
+        v = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], -1)
+        if state is not None:
+            S, z = _normalized_parts(state)
+            _checks.tensor("state.S", S, "N H K V", sizes, state_dtype(v.dtype))
+            _checks.tensor("state.z", z, "N H K", sizes, state_dtype(v.dtype))
+            state = torch.cat([S, z.unsqueeze(-1)], -1)
+    elif state is not None:
+        _checks.tensor("state", state, "N H K V", sizes, state_dtype(v.dtype))
+    S_in = state if isinstance(state, Tensor) else None
+    _checks.same_device(
+        {"v": v, "q": q, "k": k, "g": g, "beta": beta, "a": a, "b": b, "u": u, "state": S_in, "cu_seqlens": cu_seqlens}
+    )
+    request = Request(v.device, v.dtype, _form(mode), recurrence, K, v.shape[-1])
+    engine = _backend(backend, request)
+    inputs = MatrixInputs(
+        q, k, v, g, beta, a, b, u, S_in, cu_seqlens,
+        K**-0.5 if scale is None else float(scale), recurrence.write, recurrence.read,
+    )  # fmt: skip
+    if not normalized:
+        return engine.matrix(inputs, request.mode)
+    # numerator and denominator leave the backend in float32, so that half inputs lose nothing in the ratio
+    inputs = inputs._replace(**{name: getattr(inputs, name).to(state_dtype(v.dtype)) for name in ("q", "k", "v")})
+    o, S_out = engine.matrix(inputs, request.mode)
+    o = o[..., :V] / o[..., V:].abs().clamp_min(EPSILON)
+    return o.to(v.dtype), NormalizedState(S_out[..., :V], S_out[..., V])
+
+
+def _normalized_parts(state: Tensor | NormalizedState) -> NormalizedState:
+    if isinstance(state, Tensor) or len(state) != 2:
+        raise _checks.fail("state", type(state).__name__, "a NormalizedState(S, z)")
+    return NormalizedState(*state)
+
+
+def scan(
+    x: Tensor,
+    g: Tensor,
+    *,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    mode: str = "auto",
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Run the elementwise recurrence h_t = e^{g_t} * h_{t-1} + x_t.
+
+    x: [B, T, D]; g: [B, T, D] or [D], natural log, ≤ 0; state: [N, D] in float32 (float64 for float64).
+    Returns every h [B, T, D] in x's dtype and the final state [N, D]. Raises ValueError as :func:`matrix` does.
+    """
+    sizes: dict[str, int] = {}
+    _checks.tensor("x", x, "B T D", sizes)
+    _checks.tensor("g", g, "D" if isinstance(g, Tensor) and g.dim() == 1 else "B T D", sizes)
+    if cu_seqlens is not None:
+        _checks.cu_seqlens_form(cu_seqlens, x.shape[0])
+    sizes["N"] = x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    if state is not None:
+        _checks.tensor("state", state, "N D", sizes, state_dtype(x.dtype))
+    _checks.same_device({"x": x, "g": g, "state": state, "cu_seqlens": cu_seqlens})
+    request = Request(x.device, x.dtype, _form(mode), Recurrence(Engine.SCAN, Decay.TOKEN_CHANNEL))
+    return _backend(backend, request).scan(x, g, state, cu_seqlens, request.mode)
+
+
+def summary(
+    recurrence: Recurrence,
+    k: Tensor,
+    v: Tensor,
+    *,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """A segment as an affine map of the state, S_out = M S_in + S_ext (M [B, H, K, K], S_ext [B, H, K, V]).
+
+    Arguments as in :func:`matrix`. :func:`linattn.state.combine` joins neighbouring segments.
+    """
+    plain = Recurrence(Engine.MATRIX, recurrence.decay, recurrence.write)
+    B, H, K = v.shape[0], v.shape[2], k.shape[-1]
+    rest = {"g": g, "beta": beta, "a": a, "b": b, "backend": backend}
+    _, S_ext = matrix(plain, k, k, v, **rest)  # type: ignore[arg-type]
+    eye = torch.eye(K, dtype=state_dtype(v.dtype), device=v.device).expand(B, H, K, K)
+    silent = v.new_zeros(*v.shape[:-1], K)  # values of zero, as many as keys: only the identity moves
+    _, M = matrix(plain, k, k, silent, state=eye, **rest)  # type: ignore[arg-type]
+    assert isinstance(M, Tensor) and isinstance(S_ext, Tensor)
+    return M, S_ext
