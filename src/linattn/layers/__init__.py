@@ -1,0 +1,11 @@
+"""What mechanisms share: norms, short convolution, rotary embedding, MLP, and the frame of a mixing layer."""
+
+from __future__ import annotations
+
+from linattn.layers.convolution import ShortConvolution
+from linattn.layers.mixer import Mixer
+from linattn.layers.mlp import SwiGLU
+from linattn.layers.norms import RMSNorm, l2_normalize
+from linattn.layers.rotary import Rotary
+
+__all__ = ["Mixer", "RMSNorm", "Rotary", "ShortConvolution", "SwiGLU", "l2_normalize"]

@@ -1,0 +1,21 @@
+"""The gated feed-forward layer."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) · up(x)) (Shazeer, arXiv 2002.05202), without biases; gate and up are one projection."""
+
+    def __init__(self, d_model: int, hidden: int) -> None:
+        super().__init__()
+        self.in_proj = nn.Linear(d_model, 2 * hidden, bias=False)
+        self.out_proj = nn.Linear(hidden, d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., d_model] -> [..., d_model]."""
+        gate, up = self.in_proj(x).chunk(2, dim=-1)
+        y: Tensor = self.out_proj(F.silu(gate) * up)
+        return y
