@@ -1,0 +1,134 @@
+"""Text to token numbers and back: bytes, or any Hugging Face ``tokenizer.json``."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Tokenizer(Protocol):
+    """What a model's text is made of."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens: every token number is below it."""
+
+    def encode(self, text: str) -> list[int]:
+        """The token numbers of a text, without special tokens."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token numbers; what is not UTF-8 becomes U+FFFD."""
+
+    def decoder(self) -> Callable[[int], str]:
+        """A function that takes one token at a time and returns the text that it completes (perhaps none yet)."""
+
+    def corpus(self, documents: Sequence[bytes]) -> tuple[Tensor, Tensor | None]:
+        """Tokens [N] of UTF-8 documents one after another, uint8 or int32, and how many bytes each stands for.
+
+        The counts [N] are int32; None says one byte a token. A character cut into several tokens counts in its first.
+        """
+
+
+class ByteTokenizer:
+    """The 256 bytes of UTF-8."""
+
+    vocab_size = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    def decoder(self) -> Callable[[int], str]:
+        incremental = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        return lambda token: incremental.decode(bytes((token,)))
+
+    def corpus(self, documents: Sequence[bytes]) -> tuple[Tensor, None]:
+        data = bytearray(b"".join(documents))
+        return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8), None
+
+
+class HuggingFaceTokenizer:
+    """A ``tokenizer.json`` as Hugging Face writes it, by the optional package ``tokenizers``.
+
+    Args:
+        path: The file, or a folder that holds a ``tokenizer.json``.
+
+    Raises:
+        ValueError: the file is missing or is no tokenizer.
+        ModuleNotFoundError: the package ``tokenizers`` is not installed.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        try:
+            import tokenizers
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"tokenizer {path}: reading it needs the package 'tokenizers' (pip install 'linattn[tokenizers]')"
+            ) from error
+        file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"tokenizer {file}: cannot be read: {getattr(error, 'strerror', None) or error}"
+            ) from error
+        try:
+            self._tokenizer: Any = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the package raises bare Exception
+            raise ValueError(f"tokenizer {file}: not a Hugging Face tokenizer.json: {error}") from error
+        self.json = text
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def decoder(self) -> Callable[[int], str]:
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=False)
+        return lambda token: stream.step(self._tokenizer, token) or ""
+
+    def corpus(self, documents: Sequence[bytes]) -> tuple[Tensor, Tensor]:
+        ids: list[Tensor] = [torch.empty(0, dtype=torch.int32)]
+        counts: list[Tensor] = [torch.empty(0, dtype=torch.int32)]
+        for text in (piece for document in documents for piece in _pieces(document.decode())):
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+            # Offsets are in characters; bytes are counted up to the end of each token, so that spaces which a
+            # tokenizer drops and characters which it cuts in pieces are all counted, and once.
+            ends = _byte_ends(text)[torch.tensor([end for _, end in encoding.offsets], dtype=torch.int64)]
+            if len(ends):
+                ends = ends.cummax(0).values
+                ends[-1] = len(text.encode())
+            ids.append(torch.tensor(encoding.ids, dtype=torch.int32))
+            counts.append(ends.diff(prepend=ends.new_zeros(1)).int())
+        return torch.cat(ids), torch.cat(counts)
+
+
+def _pieces(text: str, size: int = 1 << 20) -> Iterator[str]:
+    """Cut a long text after newlines: an encoding takes a hundred times the memory of its text."""
+    begin = 0
+    while begin < len(text):
+        end = begin + size
+        if end < len(text):
+            end = text.rfind("\n", begin, end) + 1 or end
+        yield text[begin:end]
+        begin = end
+
+
+def _byte_ends(text: str) -> Tensor:
+    """[characters + 1] int64: how many bytes of UTF-8 the first n characters take."""
+    points = torch.frombuffer(bytearray(text.encode("utf-32-le")), dtype=torch.int32)
+    sizes = 1 + (points >= 0x80).long() + (points >= 0x800) + (points >= 0x10000)
+    return torch.cat((sizes.new_zeros(1), sizes.cumsum(0)))
