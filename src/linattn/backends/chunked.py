@@ -61,7 +61,12 @@ def _plan(x: MatrixInputs, mode: str) -> list[tuple[int, int, int]]:
     (B, T, H, V), K = x.v.shape, x.k.shape[-1]
     C = {"recurrent": 1, "parallel": max(T, 1)}.get(mode, CHUNK)
     per = SEGMENT.get(x.v.device.type, SEGMENT_OTHER) // (C * max(B * H * max(K, V), 1))
-    return list(_segments(T, C, max(1, per)))
+    return list(_segments(T, C, min(max(1, per), CHUNK) if C == 1 else max(1, per)))
+
+
+def _kept(n: int, C: int) -> int:
+    """How many states of a segment the forward keeps for the backward: one a chunk, but none a token."""
+    return n if C > STRONG_CHUNK else 1
 
 
 def _load(x: Tensor, t0: int, n: int, C: int, heads: int, dtype: torch.dtype) -> Tensor:
@@ -402,7 +407,7 @@ class _Segment:
         return P
 
     def forward(self, d: _Decays, S: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Output before scaling, the state after the segment, and the low-rank writes."""
+        """Output before scaling, the states between the chunks Ss [n + 1, ...], and the low-rank writes."""
         q, y, a, b = self.operands(d)
         added = X = Y = right = None
         if b is None and a is not None:
@@ -418,19 +423,24 @@ class _Segment:
         o = _product(q.scaled, Ms, P @ (U if U is not None and b is None else self.v))
         if b is not None and U is not None:
             o = _product(d.pair(q, b, strict=q.late), U, o)
-        return o, Ss[-1], U
+        return o, Ss, U
+
+    def states(self, d: _Decays, S: Tensor, U: Tensor | None) -> Tensor:
+        """The states between the chunks, Ss [n + 1, ...], walked again."""
+        _, y, _, b = self.operands(d)
+        if U is None:
+            return _walk(d, S, y.scaled.mT @ self.v, None, None, None)[1]
+        added = y.scaled.mT @ (U if b is None else self.v)
+        return _walk(d, S, added if b is None else _product(b.scaled.mT, U, added), None, None, None)[1]
 
     def backward(
-        self, d: _Decays, S: Tensor, U: Tensor | None, do: Tensor, dS: Tensor, need_g: bool
+        self, d: _Decays, Ss: Tensor, U: Tensor | None, do: Tensor, dS: Tensor, need_g: bool
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Gradients of the segment's tensors by name, and of the state before it."""
+        """Gradients of the segment's tensors by name, and of the state before it, given all states Ss."""
         q, y, a, b = self.operands(d)
         tied = a is not None and b is None  # the write's key is also the low-rank term's
         wrote = U if tied and U is not None else self.v
-        added = y.scaled.mT @ wrote
-        if b is not None and U is not None:
-            added = _product(b.scaled.mT, U, added)
-        Ms, Ss, _ = _walk(d, S, added, None, None, None)
+        Ms = _columns(Ss[:-1], d.head, states=True)
         P = self.attention(d, q, y)
         dwrote = P.mT @ do
         inverse = Y = dU = None
@@ -493,7 +503,7 @@ class _Chunks(Kernel):
             return [0], [0]
         (B, _, H, V), K = x.v.shape, x.k.shape[-1]
         writes = [0] if x.write is Write.ADDITIVE else list(x.v.shape)
-        return writes, [len(_plan(x, mode)), B, H, K, V]
+        return writes, [sum(_kept(n, C) for _, n, C in _plan(x, mode)) + 1, B, H, K, V]
 
     def _segment(self, x: MatrixInputs, t0: int, n: int, C: int) -> _Segment:
         H, dtype = x.v.shape[2], state_dtype(x.v.dtype)
@@ -558,16 +568,24 @@ class _Chunks(Kernel):
             return o, S, Saved(writes, states)
         plan, S = _plan(x, mode), self._first_state(x, B)
         if save:
-            states = S.new_empty(len(plan), *S.shape)
+            states = S.new_empty(sum(_kept(n, C) for _, n, C in plan) + 1, *S.shape)
+            states[0] = S
             writes = writes if x.write is Write.ADDITIVE else x.v.new_empty(x.v.shape, dtype=dtype)
-        for i, (t0, n, C) in enumerate(plan):
-            if save:
-                states[i] = S
+        first = 0
+        for t0, n, C in plan:
+            kept = _kept(n, C)
             for t, s, d in self._pieces(x, t0, n, C, mode):
-                out, S, U = s.forward(d, S)
+                out, Ss, U = s.forward(d, S)
+                S = Ss[-1]
                 _store(o, out, t, x.scale)
-                if save and U is not None:
-                    _store(writes, U, t)
+                if save:
+                    if kept > 1:  # one piece, in chunks of C or of a part of it
+                        states[first + 1 : first + kept + 1] = Ss[1:].unflatten(0, (kept, -1))[:, -1]
+                    else:
+                        states[first + 1] = S
+                    if U is not None:
+                        _store(writes, U, t)
+            first += kept
         return o, S.clone(), Saved(writes, states)
 
     def backward(
@@ -595,26 +613,34 @@ class _Chunks(Kernel):
                     else:
                         bucket.scatter(target, grad)
         else:
-            for i, (t0, n, C) in reversed(list(enumerate(_plan(x, mode)))):
-                dS = self._backward_segment(x, self._pieces(x, t0, n, C, mode), saved, i, do, dS, need_g, grads)
+            last = saved.states.shape[0] - 1
+            for t0, n, C in reversed(_plan(x, mode)):
+                first = last - _kept(n, C)
+                held = Saved(saved.writes, saved.states[first : last + 1])
+                dS = self._backward_segment(x, self._pieces(x, t0, n, C, mode), held, do, dS, need_g, grads)
+                last = first
         for name, like in summed.items():
             grad = grads[name]
             grads[name] = None if grad is None or like is None else grad.to(like.dtype)
         return Grads(**grads, state=dS)  # type: ignore[arg-type]
 
     def _backward_segment(
-        self, x: MatrixInputs, pieces: list[tuple[int, _Segment, _Decays]], saved: Saved, index: int,
+        self, x: MatrixInputs, pieces: list[tuple[int, _Segment, _Decays]], saved: Saved,
         do: Tensor, dS: Tensor, need_g: bool, grads: dict[str, Tensor | None],
     ) -> Tensor:  # fmt: skip
         """Fill the segment's part of ``grads``; returns the gradient of the state before it."""
         H, dtype = x.v.shape[2], state_dtype(x.v.dtype)
-        starts = [saved.states[index]]
-        for _, s, d in pieces[:-1]:
-            starts.append(s.forward(d, starts[-1])[1])
-        for (t0, s, d), start in reversed(list(zip(pieces, starts, strict=True))):
-            n, C = s.q.shape[0], s.q.shape[3]
-            U = None if x.write is Write.ADDITIVE else _load(saved.writes, t0, n, C, H, dtype)
-            got, dS = s.backward(d, start, U, _load(do, t0, n, C, H, dtype) * x.scale, dS, need_g)
+        writes: list[Tensor | None] = [
+            None if x.write is Write.ADDITIVE else _load(saved.writes, t, s.q.shape[0], s.q.shape[3], H, dtype)
+            for t, s, _ in pieces
+        ]
+        walked = [saved.states]
+        if len(pieces) > 1 or len(saved.states) != len(pieces[0][1].q) + 1:  # not kept chunk by chunk
+            walked = []
+            for (_, s, d), U in zip(pieces, writes, strict=True):
+                walked.append(s.states(d, walked[-1][-1] if walked else saved.states[0], U))
+        for (t0, s, d), U, Ss in reversed(list(zip(pieces, writes, walked, strict=True))):
+            got, dS = s.backward(d, Ss, U, _load(do, t0, s.q.shape[0], s.q.shape[3], H, dtype) * x.scale, dS, need_g)
             for name, value in got.items():
                 target = grads[name]
                 assert target is not None

@@ -104,10 +104,10 @@ def parse_pattern(pattern: str, num_layers: int) -> tuple[str, ...]:
             raise fail("pattern", repr(part.strip()), "a name with an optional count, such as 3*gated_delta_rule")
         if not name.strip():
             raise fail("pattern", repr(pattern), "names of mechanisms separated by commas")
-        repeats = int(count) if star else 1
+        mechanism, repeats = registry.get(name.strip()).name, int(count) if star else 1
         if len(cycle) + repeats > num_layers:
             raise fail("pattern", f"{pattern!r}, longer than num_layers={num_layers}", "at most one layer a block")
-        cycle += [registry.get(name.strip()).name] * repeats
+        cycle += [mechanism] * repeats
     return tuple(cycle[layer % len(cycle)] for layer in range(num_layers))
 
 
