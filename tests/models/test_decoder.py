@@ -88,7 +88,7 @@ def test_weights_at_the_start() -> None:
     model = make("gla", d_model=128, num_layers=8)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
-            wanted = 0.02 / math.sqrt(16) if "out_proj" in name else 0.02
+            wanted = 0.5 / math.sqrt(128) / (math.sqrt(16) if "out_proj" in name else 1)
             assert parameter.std().item() == pytest.approx(wanted, rel=5 / math.sqrt(parameter.numel()))
     bits, _ = model(tokens(1, 20))
     assert bits.log_softmax(-1).min() > -2 * math.log(50)

@@ -38,18 +38,20 @@ class ModelConfig:
     """Of the RMSNorms between the blocks."""
     tie_embeddings: bool = True
     """Use the embedding as the head."""
-    initializer_range: float = 0.02
-    """Standard deviation of the weights at the start; those that write to the residual stream are smaller."""
+    initializer_range: float | None = None
+    """Standard deviation of the weights at the start, None is 0.5/√d_model; residual writes start smaller."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "d_model", "num_layers"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise fail(name, repr(value), "a positive integer")
-        for name, least in (("mlp_ratio", 0.0), ("norm_eps", 0.0), ("initializer_range", 0.0)):
+        for name in ("mlp_ratio", "norm_eps", "initializer_range"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or not least <= value < math.inf:
-                raise fail(name, repr(value), f"a number ≥ {least:g}")
+            if name == "initializer_range" and value is None:
+                continue
+            if not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise fail(name, repr(value), "a number ≥ 0")
         for name, kind in (("pattern", str), ("tie_embeddings", bool), ("mixers", Mapping)):
             if not isinstance(getattr(self, name), kind):
                 raise fail(name, repr(getattr(self, name)), f"a {kind.__name__.lower()}")
@@ -65,6 +67,11 @@ class ModelConfig:
     def layers(self) -> tuple[str, ...]:
         """The mechanism of each block."""
         return parse_pattern(self.pattern, self.num_layers)
+
+    @property
+    def initial_std(self) -> float:
+        """Standard deviation of the weights at the start."""
+        return 0.5 / math.sqrt(self.d_model) if self.initializer_range is None else self.initializer_range
 
     @property
     def mlp_size(self) -> int:

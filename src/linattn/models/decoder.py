@@ -42,7 +42,7 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """A decoder of tokens: embedding, blocks, RMSNorm, head (the embedding itself where they are tied).
 
-    Weights start normal with the config's ``initializer_range``; those that write to the residual stream are divided by
+    Weights start normal with the config's ``initial_std``; those that write to the residual stream are divided by
     the root of the number of such writes, as in GPT-2. Decay rates, time steps and convolutions keep what their layers
     gave them. Raises ValueError for a config whose sizes do not fit.
     """
@@ -64,7 +64,7 @@ class LanguageModel(nn.Module):
             if isinstance(module, nn.Linear | nn.Embedding):
                 residual = name.endswith("out_proj")
                 scale = 1 / math.sqrt(writes) if residual else 1.0
-                nn.init.normal_(module.weight, std=self.config.initializer_range * scale)
+                nn.init.normal_(module.weight, std=self.config.initial_std * scale)
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
 
