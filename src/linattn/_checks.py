@@ -22,6 +22,10 @@ def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise fail(name, repr(value), "one of " + ", ".join(map(repr, allowed)))
 
 
+def _known(axes: list[str], sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{axis}={sizes[axis]}" if axis in sizes else axis for axis in axes)
+
+
 def tensor(name: str, value: object, dims: str, sizes: dict[str, int], dtype: torch.dtype | None = None) -> None:
     """``value`` is a floating tensor with the axes ``dims``; sizes of known axes must agree, new ones are recorded.
 
@@ -30,12 +34,13 @@ def tensor(name: str, value: object, dims: str, sizes: dict[str, int], dtype: to
     if not isinstance(value, Tensor):
         raise fail(name, type(value).__name__, f"a tensor [{', '.join(dims.split())}]")
     axes = dims.split()
-    known = ", ".join(f"{axis}={sizes[axis]}" if axis in sizes else axis for axis in axes)
-    if value.dim() != len(axes):
-        raise fail(name, f"shape {list(value.shape)}", f"{len(axes)} axes [{known}]")
-    for axis, size in zip(axes, value.shape, strict=True):
+    shape = value.shape
+    if len(shape) != len(axes):
+        raise fail(name, f"shape {list(shape)}", f"{len(axes)} axes [{_known(axes, sizes)}]")
+    given = dict(sizes)
+    for axis, size in zip(axes, shape, strict=True):
         if sizes.setdefault(axis, size) != size:
-            raise fail(name, f"shape {list(value.shape)}", f"[{known}]")
+            raise fail(name, f"shape {list(shape)}", f"[{_known(axes, given)}]")
     if value.dtype not in FLOATS:
         raise fail(name, f"dtype {value.dtype}", "float32, bfloat16, float16 or float64")
     if dtype is not None and value.dtype != dtype:

@@ -43,7 +43,12 @@ class Grads(NamedTuple):
 
 
 class Kernel(ABC):
-    """The compute of a backend behind the ops; ``ends`` are the checked boundaries of packed sequences, or None."""
+    """The compute of a backend behind the ops; ``ends`` are the checked boundaries of packed sequences, or None.
+
+    ``reads_gates`` False: the values of the gates are not checked, which would wait for the device.
+    """
+
+    reads_gates = True
 
     @abstractmethod
     def saved_shapes(self, x: MatrixInputs, mode: str) -> tuple[list[int], list[int]]:
@@ -97,7 +102,7 @@ def _state_like(x: MatrixInputs) -> Tensor:
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, mode, kernel = _inputs(args[:-1])
-    ends = check_values(x.g, x.cu_seqlens, x.v.shape[1])
+    ends = check_values(x.g if KERNELS[kernel].reads_gates else None, x.cu_seqlens, x.v.shape[1])
     with torch.autocast(x.v.device.type, enabled=False):
         o, S, saved = KERNELS[kernel].forward(x, ends, mode, args[-1])
     return o, S, saved.writes, saved.states
@@ -162,7 +167,7 @@ def _scan_gradient(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
     late = torch.cat([decay[:, 1:], torch.zeros_like(decay[:, :1])], 1)
     adjoint = torch.ops.linattn.scan(dh.flip(1), late.flip(1), torch.zeros_like(state), ctx.kernel).flip(1)
     before = torch.cat([state.unsqueeze(1), h[:, :-1]], 1)
-    return adjoint, adjoint * before, decay[:, 0] * adjoint[:, 0], None
+    return adjoint, adjoint * before, (decay[:, :1] * adjoint[:, :1]).sum(1), None
 
 
 for _name, _impl, _fake in (

@@ -42,6 +42,7 @@ class Request(NamedTuple):
     recurrence: Recurrence
     key_size: int | None = None
     value_size: int | None = None
+    gate_gradient: bool = False  # whether the gate's gradient will be asked for
 
 
 class Backend(ABC):
@@ -50,9 +51,21 @@ class Backend(ABC):
     name: str
     modes: tuple[Mode, ...]
 
-    @abstractmethod
     def refuses(self, request: Request) -> str | None:
         """Why this backend can't serve, or None if it can."""
+        return self.unavailable(request.device) or self.unsuited(request)
+
+    def unavailable(self, device: torch.device) -> str | None:
+        """What this machine or device lacks, if anything."""
+        return None
+
+    def unsuited(self, request: Request) -> str | None:
+        """What is asked that this backend can't do on any machine, if anything."""
+        return None
+
+    def yields(self, request: Request) -> str | None:
+        """Why it leaves a call that it can serve to another backend, unless it is asked for by name."""
+        return None
 
     @abstractmethod
     def matrix(self, inputs: MatrixInputs, mode: Mode | None) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,8 @@ right rows y and b (they are written to it):
     low rank   W = (I - stril(a b^T))^{-1} (a M + stril(a y^T) v)   and b^T W joins y^T v, stril/tril(q b^T) W joins P v
 
 Three tiers, chosen by the data of each segment of chunks:
-  - ordinary: F stays within e^{±64}, as above. F is a running product, not e^{sum}: neighbours keep full precision;
+  - ordinary: F stays within e^{±64}, and some gate is mild, as above. F is a running product, not e^{sum}: neighbours
+    keep full precision;
   - strong: the segment is cut into chunks of 16 and every pair of tokens is weighed by its own product of decays, all
     ≤ 1. Exact for any gate, −inf included;
   - one token: the recurrence itself.
@@ -26,6 +27,7 @@ mode="recurrent" is chunks of one token, mode="parallel" one chunk of all tokens
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -36,13 +38,14 @@ from torch import Tensor
 from linattn.backends import _boundary
 from linattn.backends._boundary import KERNELS, Grads, Kernel, Saved
 from linattn.backends._packing import Bucket, buckets
-from linattn.backends._protocol import Backend, MatrixInputs, Request, check_values, repeat_heads, state_dtype
+from linattn.backends._protocol import Backend, MatrixInputs, check_values, repeat_heads, state_dtype
 from linattn.backends._token import token
 from linattn.recurrence import Mode, Read, Write
 
 CHUNK = 64
 STRONG_CHUNK = 16
 RANGE = math.exp(-64)  # the smallest decay that an ordinary chunk may have on either side of its anchor
+LASTS = 0.25  # the mildest decay a token, in the mean over a chunk, that an ordinary chunk must have in some channel
 SEGMENT = {"cpu": 1 << 18}  # elements of [n, B, H, C, max(K, V)] worked on together: the cache of a CPU core
 SEGMENT_OTHER = 1 << 23
 BASE = 8  # triangular blocks inverted row by row; larger ones from halves
@@ -60,6 +63,8 @@ def _segments(T: int, C: int, per: int) -> Iterator[tuple[int, int, int]]:
 def _plan(x: MatrixInputs, mode: str) -> list[tuple[int, int, int]]:
     (B, T, H, V), K = x.v.shape, x.k.shape[-1]
     C = {"recurrent": 1, "parallel": max(T, 1)}.get(mode, CHUNK)
+    if C == CHUNK and K == 1 and x.write is not Write.ADDITIVE:
+        C = 1  # each write overwrites all that a key can hold; what is left is a product, no difference of sums
     per = SEGMENT.get(x.v.device.type, SEGMENT_OTHER) // (C * max(B * H * max(K, V), 1))
     return list(_segments(T, C, min(max(1, per), CHUNK) if C == 1 else max(1, per)))
 
@@ -92,6 +97,8 @@ def _inverse(L: Tensor) -> Tensor:
     Blocks of 8 by substitution, then [[A, 0], [B, D]]^{-1} from the halves: backward stable, unlike a Neumann series.
     """
     C, size = L.shape[-1], BASE
+    if C == 1:
+        return torch.ones_like(L)
     while size < C:
         size *= 2
     if size != C:
@@ -133,111 +140,158 @@ def _from_right(x: Tensor) -> Tensor:
 
 @dataclass
 class _Rows:
-    """Rows that read (``left``) or write the state: raw, rescaled, and the gradients of both.
+    """Rows that read (``left``) or write the state: raw, rescaled, and their gradients.
 
-    ``late``: left rows that read the state before their own token's decay.
+    ``late``: left rows that read the state before their own token's decay. ``d_state`` is the gradient of the rescaled
+    rows through the state, ``d_pair`` that through the pairs inside the chunk, of rescaled (ordinary) or raw (strong)
+    rows.
     """
 
     raw: Tensor
     scaled: Tensor
     left: bool
     late: bool
-    d_scaled: Tensor | None = None
-    d_raw: Tensor | None = None
+    d_state: Tensor | None = None
+    d_pair: Tensor | None = None
 
 
-class _Ordinary:
+class _Decays(ABC):
+    """The decays of a segment's chunks, and how rows meet under them.
+
+    ``dg`` collects the gates' gradient where it is wanted. A token's decay lies on every path from an earlier token (or
+    the state) to itself or a later one (or the state after); the paths are summed as they are, for sums over all rows
+    of which most cancel would lose the small gradients of strong gates.
+    """
+
+    head: Tensor | None = None  # decay from the chunk's start to its anchor
+    post: Tensor | None = None  # what writes decay by, from the anchor to the chunk's end
+    whole: Tensor | None = None  # decay of the whole chunk
+    dg: Tensor | None = None
+    scalar = False  # one gate a head
+
+    def __init__(self, need_g: bool) -> None:
+        self.need_g = need_g
+
+    @abstractmethod
+    def weight(self, left: bool, late: bool) -> Tensor | None:
+        """What rows are scaled by to meet the state; None is 1."""
+
+    @abstractmethod
+    def pair(self, x: _Rows, y: _Rows, strict: bool) -> Tensor:
+        """How much left row i reads of right row j: [.., C, C], lower triangular."""
+
+    @abstractmethod
+    def pair_backward(self, dP: Tensor, P: Tensor, x: _Rows, y: _Rows, strict: bool) -> None:
+        """The rows' gradients (and the gates') through P = pair(x, y), given that of P."""
+
+    def rows(self, x: Tensor, left: bool, late: bool = False) -> _Rows:
+        """Rows, scaled to meet the state."""
+        weight = self.weight(left, late)
+        return _Rows(x, x if weight is None else x * weight, left, late)
+
+    @abstractmethod
+    def gradient(self, rows: _Rows) -> Tensor:
+        """Gradient of the raw rows, all told."""
+
+    def through_state(self, rows: _Rows, d_scaled: Tensor) -> None:
+        """Take the gradient of the rescaled rows through the state (before any pair's) and collect the gates'."""
+        rows.d_state = d_scaled
+        if self.need_g:
+            z = self._sum(rows.scaled * d_scaled)
+            if rows.left:  # token l decays every row i ≥ l; late rows: i > l
+                z = _from_right(z)
+                z = torch.cat([z[..., 1:, :], torch.zeros_like(z[..., :1, :])], -2) if rows.late else z
+            else:  # and every written row j < l
+                z = torch.cat([torch.zeros_like(z[..., :1, :]), z.cumsum(-2)[..., :-1, :]], -2)
+            self.dg = _add(self.dg, z)
+
+    def gate_gradient(self, Ms: Tensor, dWs: Tensor) -> Tensor:
+        """dg [n, B, H, C, D], with the path that crosses the whole chunk."""
+        across = self._sum((Ms * dWs).sum(-1))
+        if self.post is None and self.whole is not None:
+            across = across * self.whole
+        return across.unsqueeze(-2) + (0 if self.dg is None else self.dg)
+
+    def _sum(self, z: Tensor) -> Tensor:
+        return z.sum(-1, keepdim=True) if self.scalar else z
+
+    def _collect_pairs(self, weight: Tensor, late: bool) -> None:
+        """weight [.., C, C, D]: token l decays every pair with j < l ≤ i (l < i for late rows)."""
+        C = weight.shape[-2]
+        below = weight.flip(-3).cumsum(-3).flip(-3)
+        if late:
+            below = torch.cat([below[..., 1:, :, :], torch.zeros_like(below[..., :1, :, :])], -3)
+        before = torch.ones(C, C, dtype=weight.dtype, device=weight.device).tril(-1).unsqueeze(-1)
+        self.dg = _add(self.dg, below.mul_(before).sum(-2))
+
+
+class _Ordinary(_Decays):
     """Rescaling. Also serves no decay at all, where every factor is 1 and left out."""
 
-    def __init__(self, g: Tensor | None) -> None:
+    def __init__(self, g: Tensor | None, need_g: bool = False) -> None:
+        super().__init__(need_g)
         self.F: Tensor | None = None
-        self.head = self.tail = None
-        self.dG: Tensor | None = None
         if g is None:
             return
         e = g.exp()
         m = e.shape[-2] // 2
         F = torch.empty_like(e)
         torch.cumprod(e[..., m:, :], -2, out=F[..., m:, :])
-        self.head, self.tail = torch.ones_like(F[..., 0, :]), F[..., -1, :]
+        self.head, self.post = torch.ones_like(F[..., 0, :]), F[..., -1, :]
         if m:
             torch.cumprod(e[..., :m, :], -2, out=F[..., :m, :])
             self.head = F[..., m - 1, :].clone()
             F[..., :m, :] /= self.head.unsqueeze(-2)
-        self.F = F
+        self.F, self.whole, self.scalar = F, self.head * self.post, F.shape[-1] == 1
 
     def in_range(self) -> bool:
-        if self.F is None:
+        """Nothing over- or underflows, and something lasts: where all gates are strong, their gradients are too small
+        to be had as differences of sums.
+        """
+        if self.F is None or self.head is None or self.post is None or self.whole is None or self.F.numel() == 0:
             return True
-        return bool(torch.minimum(self.head.amin(), self.tail.amin()) >= RANGE)  # type: ignore[union-attr]
+        lasts = self.whole.amax() >= LASTS ** self.F.shape[-2]
+        return bool((torch.minimum(self.head.amin(), self.post.amin()) >= RANGE) & lasts)
 
-    @property
-    def post(self) -> Tensor | None:
-        """What a chunk's writes decay by until its end."""
-        return self.tail
-
-    @property
-    def whole(self) -> Tensor | None:
-        """A whole chunk's decay."""
-        return None if self.head is None or self.tail is None else self.head * self.tail
-
-    def _late(self) -> Tensor:
-        assert self.F is not None and self.head is not None
-        return torch.cat([self.head.reciprocal().unsqueeze(-2), self.F[..., :-1, :]], -2)
-
-    def rows(self, x: Tensor, left: bool, late: bool = False) -> _Rows:
-        if self.F is None:
-            scaled = x
-        elif left:
-            scaled = x * (self._late() if late else self.F)
-        else:
-            scaled = x / self.F
-        return _Rows(x, scaled, left, late)
+    def weight(self, left: bool, late: bool) -> Tensor | None:
+        if self.F is None or self.head is None:
+            return None
+        if not left:
+            return self.F.reciprocal()
+        return torch.cat([self.head.reciprocal().unsqueeze(-2), self.F[..., :-1, :]], -2) if late else self.F
 
     def pair(self, x: _Rows, y: _Rows, strict: bool) -> Tensor:
         return (x.scaled @ y.scaled.mT).tril_(-1 if strict else 0)
 
-    def pair_backward(self, dP: Tensor, x: _Rows, y: _Rows, strict: bool) -> None:
+    def pair_backward(self, dP: Tensor, P: Tensor, x: _Rows, y: _Rows, strict: bool) -> None:
         dP = dP.tril_(-1 if strict else 0)
-        x.d_scaled = _product(dP, y.scaled, x.d_scaled)
-        y.d_scaled = _product(dP.mT, x.scaled, y.d_scaled)
+        if not self.need_g or self.scalar:  # one buffer serves both gradients
+            x.d_state = _product(dP, y.scaled, x.d_state)
+            y.d_state = _product(dP.mT, x.scaled, y.d_state)
+            if self.need_g:
+                self._collect_pairs((dP * P).unsqueeze(-1), x.late)
+        else:
+            x.d_pair = _product(dP, y.scaled, x.d_pair)
+            y.d_pair = _product(dP.mT, x.scaled, y.d_pair)
 
-    def gradient(self, rows: _Rows, need_g: bool) -> Tensor:
-        """Gradient of the raw rows; with ``need_g`` that of log F is collected."""
-        d = rows.d_scaled
+    def gradient(self, rows: _Rows) -> Tensor:
+        d = rows.d_state
         assert d is not None
-        if self.F is None:
-            return d
-        if need_g:
-            dG = rows.scaled * d
-            if self.F.shape[-1] == 1:
-                dG = dG.sum(-1, keepdim=True)
+        if rows.d_pair is not None:  # with a gate for every channel the pairs' paths are had as a difference after all
+            dG = rows.scaled * rows.d_pair
             if rows.late:
                 dG = torch.cat([dG[..., 1:, :], torch.zeros_like(dG[..., :1, :])], -2)
-            if self.dG is None:
-                self.dG = dG if rows.left else dG.neg_()
-            else:
-                self.dG.add_(dG, alpha=1 if rows.left else -1)
-        if rows.left:
-            return d.mul_(self._late() if rows.late else self.F)
-        return d.div_(self.F)
-
-    def gate_gradient(self, Ms: Tensor, Ss: Tensor, dSs: Tensor) -> Tensor:
-        """dg [n, B, H, C, D]. Shifting the anchor changes nothing, so only the last token feels the state's end."""
-        assert self.dG is not None
-        end = (Ss[1:] * dSs).sum(-1)
-        if self.dG.shape[-1] == 1:
-            end = end.sum(-1, keepdim=True)
-        self.dG[..., -1, :] += end
-        return _from_right(self.dG)
+            self.dg = _add(self.dg, _from_right(dG if rows.left else dG.neg_()))
+            d = d.add_(rows.d_pair)
+        weight = self.weight(rows.left, rows.late)
+        return d if weight is None else d.mul_(weight)
 
 
-class _Strong:
+class _Strong(_Decays):
     """Every pair weighed by its own product of decays: R_ij = e_{j+1} ... e_i ≤ 1."""
 
-    head = post = None
-
-    def __init__(self, g: Tensor) -> None:
+    def __init__(self, g: Tensor, need_g: bool = False) -> None:
+        super().__init__(need_g)
         e = g.exp()
         C = e.shape[-2]
         R = e.new_zeros(*e.shape[:-2], C, C, e.shape[-1])
@@ -246,78 +300,45 @@ class _Strong:
                 R[..., i, :i, :] = R[..., i - 1, :i, :] * e[..., i, None, :]
             R[..., i, i, :] = 1
         self.R, self.A = R, e.cumprod(-2)
-        self.whole = self.A[..., -1, :]
-        self.dg: Tensor | None = None
+        self.whole, self.scalar = self.A[..., -1, :], e.shape[-1] == 1
 
-    def _weights(self, late: bool) -> Tensor:
-        return torch.cat([torch.zeros_like(self.R[..., :1, :, :]), self.R[..., :-1, :, :]], -3) if late else self.R
-
-    def rows(self, x: Tensor, left: bool, late: bool = False) -> _Rows:
-        return _Rows(x, x * self._state_weight(left, late), left, late)
-
-    def _state_weight(self, left: bool, late: bool) -> Tensor:
+    def weight(self, left: bool, late: bool) -> Tensor:
         if not left:
             return self.R[..., -1, :, :]
-        if late:
-            return torch.cat([torch.ones_like(self.A[..., :1, :]), self.A[..., :-1, :]], -2)
-        return self.A
+        return torch.cat([torch.ones_like(self.A[..., :1, :]), self.A[..., :-1, :]], -2) if late else self.A
+
+    def _products(self, late: bool) -> Tensor:
+        return torch.cat([torch.zeros_like(self.R[..., :1, :, :]), self.R[..., :-1, :, :]], -3) if late else self.R
 
     def pair(self, x: _Rows, y: _Rows, strict: bool) -> Tensor:
-        R = self._weights(x.late)
-        if R.shape[-1] == 1:
-            P = (x.raw @ y.raw.mT) * R[..., 0]
-        else:
-            P = (x.raw.unsqueeze(-2) * R).mul_(y.raw.unsqueeze(-3)).sum(-1)
+        R = self._products(x.late)
+        many = None if self.scalar else (x.raw.unsqueeze(-2) * R).mul_(y.raw.unsqueeze(-3))
+        P = (x.raw @ y.raw.mT) * R[..., 0] if many is None else many.sum(-1)
         return P.tril_(-1) if strict else P
 
-    def pair_backward(self, dP: Tensor, x: _Rows, y: _Rows, strict: bool) -> None:
+    def pair_backward(self, dP: Tensor, P: Tensor, x: _Rows, y: _Rows, strict: bool) -> None:
         dP = dP.tril_(-1 if strict else 0)
-        R = self._weights(x.late)
-        if R.shape[-1] == 1:
+        R = self._products(x.late)
+        if self.scalar:
             Z = dP * R[..., 0]
-            x.d_raw, y.d_raw = _product(Z, y.raw, x.d_raw), _product(Z.mT, x.raw, y.d_raw)
-            weight = (Z * (x.raw @ y.raw.mT)).unsqueeze(-1)
+            x.d_pair, y.d_pair = _product(Z, y.raw, x.d_pair), _product(Z.mT, x.raw, y.d_pair)
+            weight = (dP * P).unsqueeze(-1) if self.need_g else None
         else:
             Z = dP.unsqueeze(-1) * R
-            x.d_raw = _add(x.d_raw, (Z * y.raw.unsqueeze(-3)).sum(-2))
+            x.d_pair = _add(x.d_pair, (Z * y.raw.unsqueeze(-3)).sum(-2))
             Z *= x.raw.unsqueeze(-2)
-            y.d_raw = _add(y.d_raw, Z.sum(-3))
-            weight = Z.mul_(y.raw.unsqueeze(-3))
-        # token l decays every pair with j < l ≤ i (l < i for late rows)
-        C = weight.shape[-2]
-        below = weight.flip(-3).cumsum(-3).flip(-3)
-        if x.late:
-            below = torch.cat([below[..., 1:, :, :], torch.zeros_like(below[..., :1, :, :])], -3)
-        before = torch.ones(C, C, dtype=weight.dtype, device=weight.device).tril(-1).unsqueeze(-1)
-        self.dg = _add(self.dg, (below * before).sum(-2))
+            y.d_pair = _add(y.d_pair, Z.sum(-3))
+            weight = Z.mul_(y.raw.unsqueeze(-3)) if self.need_g else None
+        if weight is not None:
+            self._collect_pairs(weight, x.late)
 
-    def gradient(self, rows: _Rows, need_g: bool) -> Tensor:
-        d, total = rows.d_scaled, rows.d_raw
-        if d is not None:
-            if need_g:
-                z = rows.scaled * d
-                if self.A.shape[-1] == 1:
-                    z = z.sum(-1, keepdim=True)
-                if rows.left:  # token l decays every row i ≥ l, or i > l
-                    z = _from_right(z)
-                if rows.late or not rows.left:  # and every written row j < l
-                    z = z if rows.left else z.cumsum(-2)
-                    edge = torch.zeros_like(z[..., :1, :])
-                    z = torch.cat([z[..., 1:, :], edge] if rows.left else [edge, z[..., :-1, :]], -2)
-                self.dg = _add(self.dg, z)
-            d = d * self._state_weight(rows.left, rows.late)
+    def gradient(self, rows: _Rows) -> Tensor:
+        total = rows.d_pair
+        if rows.d_state is not None:
+            d = rows.d_state * self.weight(rows.left, rows.late)
             total = d if total is None else total + d
         assert total is not None
         return total
-
-    def gate_gradient(self, Ms: Tensor, Ss: Tensor, dSs: Tensor) -> Tensor:
-        end = (Ms * dSs).sum(-1) * self.whole
-        if self.A.shape[-1] == 1:
-            end = end.sum(-1, keepdim=True)
-        return end.unsqueeze(-2) + (0 if self.dg is None else self.dg)
-
-
-_Decays = _Ordinary | _Strong
 
 
 def _columns(x: Tensor, decay: Tensor | None, states: bool = False) -> Tensor:
@@ -326,53 +347,60 @@ def _columns(x: Tensor, decay: Tensor | None, states: bool = False) -> Tensor:
 
 
 def _walk(
-    d: _Decays, S: Tensor, added: Tensor | None, X: Tensor | None, Y: Tensor | None, right: Tensor | None
+    d: _Decays, S: Tensor, added: Tensor | None, low_rank: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Chunk after chunk: states at the anchors Ms [n, B, H, K, V], between chunks Ss [n + 1, ...], writes U = X + Y M.
+    """Chunk after chunk: states at the anchors Ms [n, B, H, K, V], between chunks Ss [n + 1, ...], and the writes U.
 
-    Each chunk adds ``added`` and right^T U, whichever is there.
+    Each chunk adds ``added`` and, with ``low_rank`` = (inverse, base, left, right), right^T U, where
+    U = inverse (base + left M).
     """
-    source = added if added is not None else X
-    assert source is not None
-    n, whole = source.shape[0], d.whole
+    n = (added if added is not None else low_rank[0]).shape[0]  # type: ignore[index]
     added = None if added is None else _columns(added, d.post, states=True)
     Ss = S.new_empty(n + 1, *S.shape)
     Ss[0] = S
     U = None
-    if X is not None and Y is not None and right is not None:
-        U, Y, right = torch.empty_like(X), _columns(Y, d.head), _columns(right, d.post)
+    if low_rank is not None:
+        inverse, base, left, right = low_rank
+        left, right, U = _columns(left, d.head), _columns(right, d.post), torch.empty_like(base)
     for i in range(n):
-        carried = Ss[i] if whole is None else Ss[i] * whole[i if whole.shape[0] > 1 else 0].unsqueeze(-1)
+        carried = _scaled_state(Ss[i], d.whole, i)
         if added is not None:
-            torch.add(carried, added[i], out=Ss[i + 1])
-            carried = Ss[i + 1]
-        if U is not None and X is not None and Y is not None and right is not None:
-            torch.baddbmm(*(t[i].flatten(0, 1) for t in (X, Y, Ss)), out=U[i].flatten(0, 1))
+            carried = torch.add(carried, added[i], out=Ss[i + 1])
+        if U is not None:
+            rest = torch.baddbmm(*(t[i].flatten(0, 1) for t in (base, left, Ss)))
+            torch.bmm(inverse[i].flatten(0, 1), rest, out=U[i].flatten(0, 1))
             out = Ss[i + 1].flatten(0, 1)
             torch.baddbmm(carried.flatten(0, 1), right[i].flatten(0, 1).mT, U[i].flatten(0, 1), out=out)
     return _columns(Ss[:n], d.head, states=True), Ss, U
 
 
 def _walk_back(
-    d: _Decays, dS: Tensor, read: Tensor, dU: Tensor | None, Y: Tensor | None, right: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The walk backwards: dSs [n, ...] at the chunks' ends, dWs = post dSs, and dS at the segment's start.
+    d: _Decays, dS: Tensor, read: Tensor, dU: Tensor | None, low_rank: tuple[Tensor, Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The walk backwards: dWs [n, ...], the gradient of what the chunks write, dX of ``base``, and dS at the start.
 
-    ``read`` = q^T do. ``dU`` (do's part of the writes' gradient) receives right dW.
+    ``read`` = q^T do; ``dU`` is do's part of the writes' gradient; ``low_rank`` = (inverse, left, right).
     """
-    n, whole = read.shape[0], d.whole
+    n = read.shape[0]
     read = _columns(read, d.head, states=True)
-    dSs = torch.empty_like(read)
-    if Y is not None and right is not None:
-        Y, right = _columns(Y, d.head), _columns(right, d.post)
+    dSs, dX = torch.empty_like(read), None
+    if low_rank is not None and dU is not None:
+        inverse, left, right = low_rank
+        left, right, dX = _columns(left, d.head), _columns(right, d.post), torch.empty_like(dU)
     for i in reversed(range(n)):
         dSs[i] = dS
-        dS = read[i] + (dS if whole is None else dS * whole[i if whole.shape[0] > 1 else 0].unsqueeze(-1))
-        if dU is not None and Y is not None and right is not None:
-            flat_U, flat_S = dU[i].flatten(0, 1), dS.flatten(0, 1)
-            torch.baddbmm(flat_U, right[i].flatten(0, 1), dSs[i].flatten(0, 1), out=flat_U)
-            torch.baddbmm(flat_S, Y[i].flatten(0, 1).mT, flat_U, out=flat_S)
-    return dSs, _columns(dSs, d.post, states=True), dS
+        dS = read[i] + _scaled_state(dS, d.whole, i)
+        if dX is not None and dU is not None:
+            written = torch.baddbmm(*(t[i].flatten(0, 1) for t in (dU, right, dSs)))
+            torch.bmm(inverse[i].flatten(0, 1).mT, written, out=dX[i].flatten(0, 1))
+            flat = dS.flatten(0, 1)
+            torch.baddbmm(flat, left[i].flatten(0, 1).mT, dX[i].flatten(0, 1), out=flat)
+    return _columns(dSs, d.post, states=True), dX, dS
+
+
+def _scaled_state(S: Tensor, decay: Tensor | None, i: int) -> Tensor:
+    """S [B, H, K, V] decayed by that of chunk i [n or 1, B or 1, H, D]."""
+    return S if decay is None else S * decay[i if decay.shape[0] > 1 else 0].unsqueeze(-1)
 
 
 @dataclass
@@ -409,18 +437,15 @@ class _Segment:
     def forward(self, d: _Decays, S: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Output before scaling, the states between the chunks Ss [n + 1, ...], and the low-rank writes."""
         q, y, a, b = self.operands(d)
-        added = X = Y = right = None
-        if b is None and a is not None:
-            inverse = _inverse(d.pair(a, y, strict=True))
-            X, Y, right = inverse @ self.v, inverse @ a.scaled, y.scaled
-        else:
+        added = low_rank = None
+        if a is None or b is not None:
             added = y.scaled.mT @ self.v
-        if a is not None and b is not None:
-            inverse = _inverse(d.pair(a, b, strict=True))
-            X, Y, right = inverse @ (d.pair(a, y, strict=True) @ self.v), inverse @ a.scaled, b.scaled
-        Ms, Ss, U = _walk(d, S, added, X, Y, right)
-        P = self.attention(d, q, y)
-        o = _product(q.scaled, Ms, P @ (U if U is not None and b is None else self.v))
+        if a is not None:
+            right = y if b is None else b
+            base = self.v if b is None else d.pair(a, y, strict=True) @ self.v
+            low_rank = _inverse(d.pair(a, right, strict=True)), base, a.scaled, right.scaled
+        Ms, Ss, U = _walk(d, S, added, low_rank)
+        o = _product(q.scaled, Ms, self.attention(d, q, y) @ (U if U is not None and b is None else self.v))
         if b is not None and U is not None:
             o = _product(d.pair(q, b, strict=q.late), U, o)
         return o, Ss, U
@@ -428,34 +453,29 @@ class _Segment:
     def states(self, d: _Decays, S: Tensor, U: Tensor | None) -> Tensor:
         """The states between the chunks, Ss [n + 1, ...], walked again."""
         _, y, _, b = self.operands(d)
-        if U is None:
-            return _walk(d, S, y.scaled.mT @ self.v, None, None, None)[1]
-        added = y.scaled.mT @ (U if b is None else self.v)
-        return _walk(d, S, added if b is None else _product(b.scaled.mT, U, added), None, None, None)[1]
+        added = y.scaled.mT @ (self.v if U is None or b is not None else U)
+        return _walk(d, S, added if b is None or U is None else _product(b.scaled.mT, U, added))[1]
 
     def backward(
-        self, d: _Decays, Ss: Tensor, U: Tensor | None, do: Tensor, dS: Tensor, need_g: bool
+        self, d: _Decays, Ss: Tensor, U: Tensor | None, do: Tensor, dS: Tensor
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Gradients of the segment's tensors by name, and of the state before it, given all states Ss."""
         q, y, a, b = self.operands(d)
-        tied = a is not None and b is None  # the write's key is also the low-rank term's
-        wrote = U if tied and U is not None else self.v
+        wrote = U if a is not None and b is None and U is not None else self.v  # a tied write's key is the term's too
         Ms = _columns(Ss[:-1], d.head, states=True)
         P = self.attention(d, q, y)
         dwrote = P.mT @ do
-        inverse = Y = dU = None
-        if tied and a is not None:
-            inverse = _inverse(d.pair(a, y, strict=True))
-            Y, dU, right = inverse @ a.scaled, dwrote, y.scaled
-        elif a is not None and b is not None:
-            inverse = _inverse(d.pair(a, b, strict=True))
-            Y, dU, right = inverse @ a.scaled, d.pair(q, b, strict=q.late).mT @ do, b.scaled
-        else:
-            right = None
-        dSs, dWs, dS = _walk_back(d, dS, q.scaled.mT @ do, dU, Y, right)
+        dU = low_rank = Q = L = None
+        if a is not None:
+            right = y if b is None else b
+            L = d.pair(a, right, strict=True)
+            Q = None if b is None else d.pair(q, b, strict=q.late)
+            dU = dwrote if Q is None else Q.mT @ do
+            low_rank = _inverse(L), a.scaled, right.scaled
+        dWs, dX, dS = _walk_back(d, dS, q.scaled.mT @ do, dU, low_rank)
 
-        q.d_scaled = do @ Ms.mT
-        y.d_scaled = wrote @ dWs.mT
+        d.through_state(q, do @ Ms.mT)
+        d.through_state(y, wrote @ dWs.mT)
         dP = do @ wrote.mT
         grads: dict[str, Tensor] = {}
         dq_bonus = dy_bonus = None
@@ -463,37 +483,36 @@ class _Segment:
             diagonal = dP.diagonal(0, -2, -1).unsqueeze(-1)
             dq_bonus, dy_bonus = diagonal * self.u * y.raw, diagonal * self.u * q.raw
             grads["u"] = (diagonal * q.raw * y.raw).sum((0, 1, 3))
-        d.pair_backward(dP, q, y, strict=q.late)
-        if a is None:
+        if a is None or dX is None or U is None or L is None:
             grads["v"] = _product(y.scaled, dWs, dwrote)
         else:
-            assert inverse is not None and dU is not None and U is not None
-            dX = inverse.mT @ dU
-            a.d_scaled = dX @ Ms.mT
-            if b is None:
+            d.through_state(a, dX @ Ms.mT)
+            if b is None or Q is None:
                 grads["v"] = dX
-                d.pair_backward(dX @ U.mT, a, y, strict=True)
+                d.pair_backward(dX @ U.mT, L, a, y, strict=True)
             else:
-                b.d_scaled = U @ dWs.mT
-                d.pair_backward(do @ U.mT, q, b, strict=q.late)
-                d.pair_backward(dX @ U.mT, a, b, strict=True)
-                d.pair_backward(dX @ self.v.mT, a, y, strict=True)
-                grads["v"] = _product(d.pair(a, y, strict=True).mT, dX, _product(y.scaled, dWs, dwrote))
-        dq, dy = d.gradient(q, need_g), d.gradient(y, need_g)
+                d.through_state(b, U @ dWs.mT)
+                Lv = d.pair(a, y, strict=True)
+                grads["v"] = _product(Lv.mT, dX, _product(y.scaled, dWs, dwrote))
+                d.pair_backward(do @ U.mT, Q, q, b, strict=q.late)
+                d.pair_backward(dX @ U.mT, L, a, b, strict=True)
+                d.pair_backward(dX @ self.v.mT, Lv, a, y, strict=True)
+        d.pair_backward(dP, P, q, y, strict=q.late)
+        dq, dy = d.gradient(q), d.gradient(y)
         grads["q"] = dq if dq_bonus is None else dq + dq_bonus
         dy = dy if dy_bonus is None else dy + dy_bonus
         if self.beta is not None:
             grads["beta"] = (dy * self.k).sum(-1)
             dy = dy * self.beta.unsqueeze(-1)
         if a is not None:
-            da = d.gradient(a, need_g)
+            da = d.gradient(a)
             if b is None:
                 dy = dy - da
             else:
-                grads["a"], grads["b"] = da, d.gradient(b, need_g)
+                grads["a"], grads["b"] = da, d.gradient(b)
         grads["k"] = dy
-        if need_g:
-            grads["g"] = d.gate_gradient(Ms, Ss, dSs)
+        if d.need_g:
+            grads["g"] = d.gate_gradient(Ms, dWs)
         return grads, dS
 
 
@@ -522,21 +541,29 @@ class _Chunks(Kernel):
         u = None if x.u is None else x.u.to(dtype).unsqueeze(1)
         return _Segment(q, k, v, g, load(x.beta), load(x.a), load(x.b), u, x.write, x.read)
 
-    def _pieces(self, x: MatrixInputs, t0: int, n: int, C: int, mode: str) -> list[tuple[int, _Segment, _Decays]]:
-        """The segment, or, where the gates are too strong to rescale, smaller pieces of it."""
+    def _pieces(
+        self, x: MatrixInputs, t0: int, n: int, C: int, mode: str, need_g: bool = False
+    ) -> list[tuple[int, _Segment, _Decays]]:
+        """The segment, or, where the gates are too strong to rescale, smaller pieces of it.
+
+        Where a gate's gradient sums over all tokens (fixed gates) or over long chunks (the parallel form), that of
+        channels is not had precisely by rescaling, whatever the gates.
+        """
         s = self._segment(x, t0, n, C)
-        if C > 1 or s.g is None:
-            ordinary = _Ordinary(s.g)
+        whole = mode == Mode.PARALLEL.value
+        precise = need_g and x.g is not None and (x.g.dim() == 2 or (whole and x.g.dim() == 4))
+        if s.g is None or (C > 1 and not precise):
+            ordinary = _Ordinary(s.g, need_g)
             if ordinary.in_range():
                 return [(t0, s, ordinary)]
         assert s.g is not None
-        if C <= STRONG_CHUNK or mode == Mode.PARALLEL.value:
-            return [(t0, s, _Strong(s.g))]
+        if C <= STRONG_CHUNK or whole:
+            return [(t0, s, _Strong(s.g, need_g))]
         pieces: list[tuple[int, _Segment, _Decays]] = []
         for start, m, c in _segments(n * C, STRONG_CHUNK, n * C):
             part = self._segment(x, t0 + start, m, c)
             assert part.g is not None
-            pieces.append((t0 + start, part, _Strong(part.g)))
+            pieces.append((t0 + start, part, _Strong(part.g, need_g)))
         return pieces
 
     def _first_state(self, x: MatrixInputs, rows: int) -> Tensor:
@@ -617,7 +644,7 @@ class _Chunks(Kernel):
             for t0, n, C in reversed(_plan(x, mode)):
                 first = last - _kept(n, C)
                 held = Saved(saved.writes, saved.states[first : last + 1])
-                dS = self._backward_segment(x, self._pieces(x, t0, n, C, mode), held, do, dS, need_g, grads)
+                dS = self._backward_segment(x, self._pieces(x, t0, n, C, mode, need_g), held, do, dS, grads)
                 last = first
         for name, like in summed.items():
             grad = grads[name]
@@ -626,7 +653,7 @@ class _Chunks(Kernel):
 
     def _backward_segment(
         self, x: MatrixInputs, pieces: list[tuple[int, _Segment, _Decays]], saved: Saved,
-        do: Tensor, dS: Tensor, need_g: bool, grads: dict[str, Tensor | None],
+        do: Tensor, dS: Tensor, grads: dict[str, Tensor | None],
     ) -> Tensor:  # fmt: skip
         """Fill the segment's part of ``grads``; returns the gradient of the state before it."""
         H, dtype = x.v.shape[2], state_dtype(x.v.dtype)
@@ -640,7 +667,7 @@ class _Chunks(Kernel):
             for (_, s, d), U in zip(pieces, writes, strict=True):
                 walked.append(s.states(d, walked[-1][-1] if walked else saved.states[0], U))
         for (t0, s, d), U, Ss in reversed(list(zip(pieces, writes, walked, strict=True))):
-            got, dS = s.backward(d, Ss, U, _load(do, t0, s.q.shape[0], s.q.shape[3], H, dtype) * x.scale, dS, need_g)
+            got, dS = s.backward(d, Ss, U, _load(do, t0, s.q.shape[0], s.q.shape[3], H, dtype) * x.scale, dS)
             for name, value in got.items():
                 target = grads[name]
                 assert target is not None
@@ -678,9 +705,6 @@ class Chunked(Backend):
 
     name = "chunked"
     modes = (Mode.CHUNKWISE, Mode.RECURRENT, Mode.PARALLEL)
-
-    def refuses(self, request: Request) -> str | None:
-        return None
 
     def matrix(self, inputs: MatrixInputs, mode: Mode | None) -> tuple[Tensor, Tensor]:
         x = inputs

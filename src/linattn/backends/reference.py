@@ -51,7 +51,7 @@ class Reference(Backend):
     name = "reference"
     modes = (Mode.RECURRENT,)
 
-    def refuses(self, request: Request) -> str | None:
+    def unsuited(self, request: Request) -> str | None:
         if request.mode not in (None, Mode.RECURRENT):
             return f"it runs mode='recurrent' only, not {request.mode.value!r}"
         return None
