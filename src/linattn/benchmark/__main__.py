@@ -58,7 +58,7 @@ def _kinds_table(rows: list[KindRow]) -> object:
 
     shown = Table(box=None, pad_edge=False, header_style="bold")
     shown.add_column("decay")
-    for title in ("K = V", "forward\nms", "vs softmax", "fwd + bwd\nms", "vs softmax", "fwd + bwd\nover fwd", "of GEMM", "error"):  # fmt: skip  # noqa: E501
+    for title in ("K = V", "forward\nms", "vs softmax", "fwd + bwd\nms", "vs softmax", "fwd + bwd\nover fwd", "chunked\nover fwd", "chunked over\nfwd + bwd", "of GEMM", "error"):  # fmt: skip  # noqa: E501
         shown.add_column(title, justify="right")
     for row in rows:
         shown.add_row(
@@ -69,6 +69,8 @@ def _kinds_table(rows: list[KindRow]) -> object:
             f"{row.training_ms:.1f}",
             f"{row.training_ratio:.1f}×",
             f"{row.training_over_forward:.1f}",
+            f"{row.chunked_forward_ms / row.forward_ms:.1f}×",
+            f"{row.chunked_training_ms / row.training_ms:.1f}×",
             f"{row.of_gemm:.0%}",
             f"{row.error:.0e}",
         )

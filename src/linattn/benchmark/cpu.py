@@ -28,7 +28,8 @@ class KindRow:
     """One kind of recurrence at one size, batch 1, float32.
 
     ``forward_ms``, ``training_ms`` (forward + backward): medians of ``runs`` rounds, in each of which every kind and
-    causal softmax attention (``softmax_*``, torch's own) took its turn; the ratios are softmax over this. ``of_gemm``:
+    causal softmax attention (``softmax_*``, torch's own) took its turn; the ratios are softmax over this.
+    ``chunked_*``: the same recurrence by the chunked backend, torch's matrix products, in the same rounds. ``of_gemm``:
     the part of the forward's time that its operations would take at the rate of this machine's matrix product, which
     reached ``gemm_gflops`` in the same run. ``error``: largest relative error against the float64 reference.
     """
@@ -49,6 +50,8 @@ class KindRow:
     gemm_gflops: float
     error: float
     backend: str
+    chunked_forward_ms: float
+    chunked_training_ms: float
     runs: int
 
 
@@ -63,7 +66,9 @@ def _measure(size: int, tokens: int, heads: int, rounds: int) -> list[KindRow]:
     gemm = gemm_rate()
     inputs = _inputs(tokens, heads, size)
     calls: dict[str, Callable[..., Tensor]] = {
-        name: lambda recurrence=recurrence, **x: _run(recurrence, x) for name, recurrence in KINDS.items()
+        f"{name}{suffix}": lambda recurrence=recurrence, backend=backend, **x: _run(recurrence, x, backend)
+        for name, recurrence in KINDS.items()
+        for suffix, backend in (("", "auto"), (" chunked", "chunked"))
     }
     calls["softmax"] = lambda q, k, v, **_: F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
@@ -85,7 +90,8 @@ def _measure(size: int, tokens: int, heads: int, rounds: int) -> list[KindRow]:
                 ms["softmax", "forward"], ms["softmax", "training"],
                 ms["softmax", "forward"] / forward, ms["softmax", "training"] / training,
                 operations(recurrence, tokens, heads, size) / (gemm * forward * 1e-3), gemm / 1e9,
-                _error(recurrence, heads, size), engine.explain("gated_delta_rule").backend or "none", rounds,
+                _error(recurrence, heads, size), engine.explain("gated_delta_rule").backend or "none",
+                ms[f"{name} chunked", "forward"], ms[f"{name} chunked", "training"], rounds,
             )
         )  # fmt: skip
     return rows

@@ -1,0 +1,82 @@
+// One vector type for every instruction set (GCC and Clang vector extensions), its exponential, and rows of any dtype.
+// Included into an anonymous namespace, so that code of one instruction set is never linked into another's.
+constexpr int L = LINATTN_LANES;
+typedef float Vec __attribute__((vector_size(4 * LINATTN_LANES)));
+typedef float Loose __attribute__((vector_size(4 * LINATTN_LANES), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(4 * LINATTN_LANES)));
+
+inline Vec load(const float* x) { return *reinterpret_cast<const Loose*>(x); }
+inline void store(float* x, Vec y) { *reinterpret_cast<Loose*>(x) = y; }
+inline Vec all(float x) { return x - Vec{}; }
+template <class To, class From>
+inline To bits(From x) {
+  static_assert(sizeof(To) == sizeof(From));
+  To y;
+  __builtin_memcpy(&y, &x, sizeof y);
+  return y;
+}
+inline int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
+inline int64_t ceil_to(int64_t x, int64_t m) { return (x + m - 1) / m * m; }
+
+// e^x to float32's accuracy: x = n ln 2 + r, |r| <= ln 2 / 2. Exactly 0 where e^x is below the smallest denormal, -inf
+// included; 2^n in two factors, so that results may be denormal.
+inline Vec exponential(Vec x) {
+  const Vec low = all(-104.f), high = all(88.7f), shift = all(12582912.f);  // 1.5 * 2^23: adding it rounds to integer
+  Vec y = x < low ? low : x;
+  y = y > high ? high : y;
+  Vec n = (y * 1.44269504f + shift) - shift;
+  Vec r = (y - n * 0.693359375f) - n * -2.12194440e-4f;
+  Vec p = all(1.98412698e-4f);
+  p = p * r + 1.38888889e-3f;
+  p = p * r + 8.33333333e-3f;
+  p = p * r + 4.16666667e-2f;
+  p = p * r + 1.66666667e-1f;
+  p = p * r + 0.5f;
+  p = p * (r * r) + r + 1.f;
+  Ints e = __builtin_convertvector(n, Ints), half = e >> 1;
+  Vec first = bits<Vec>((half + 127) << 23), second = bits<Vec>((e - half + 127) << 23);
+  Vec result = p * first * second;
+  return x < low ? Vec{} : result;
+}
+
+inline float from_half(uint16_t h) {
+  uint32_t magnitude = (h & 0x7fffu) << 13, sign = (h & 0x8000u) << 16;
+  uint32_t finite = bits<uint32_t>(bits<float>(magnitude) * bits<float>(0x77800000u));  // 2^112
+  return bits<float>(sign | (magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : finite));
+}
+inline uint16_t to_half(float x) {
+  uint32_t all_bits = bits<uint32_t>(x), sign = (all_bits >> 16) & 0x8000u, u = all_bits & 0x7fffffffu;
+  uint32_t normal = (u + 0xfffu + ((u >> 13) & 1u) - 0x38000000u) >> 13;
+  uint32_t small = bits<uint32_t>(bits<float>(u) + 0.5f) - 0x3f000000u;  // denormals: the addition rounds
+  uint32_t result = u < 0x38800000u ? small : normal;
+  result = u >= 0x477ff000u ? 0x7c00u : result;
+  return static_cast<uint16_t>(sign | (u > 0x7f800000u ? 0x7e00u : result));
+}
+inline float from_bfloat(uint16_t h) { return bits<float>(static_cast<uint32_t>(h) << 16); }
+inline uint16_t to_bfloat(float x) {
+  uint32_t u = bits<uint32_t>(x);
+  return static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : (u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+
+inline void read_row(float* y, const void* x, int64_t type, int64_t at, int64_t n) {
+  if (type == FLOAT32) {
+    __builtin_memcpy(y, static_cast<const float*>(x) + at, n * sizeof(float));
+    return;
+  }
+  const uint16_t* h = static_cast<const uint16_t*>(x) + at;
+  if (type == BFLOAT16)
+    for (int64_t i = 0; i < n; i++) y[i] = from_bfloat(h[i]);
+  else
+    for (int64_t i = 0; i < n; i++) y[i] = from_half(h[i]);
+}
+inline void write_row(void* y, const float* x, int64_t type, int64_t at, int64_t n) {
+  if (type == FLOAT32) {
+    __builtin_memcpy(static_cast<float*>(y) + at, x, n * sizeof(float));
+    return;
+  }
+  uint16_t* h = static_cast<uint16_t*>(y) + at;
+  if (type == BFLOAT16)
+    for (int64_t i = 0; i < n; i++) h[i] = to_bfloat(x[i]);
+  else
+    for (int64_t i = 0; i < n; i++) h[i] = to_half(x[i]);
+}
