@@ -2,11 +2,13 @@
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
+# The GPU tests mostly compile: one worker a core or two.
+GPU_WORKERS ?= 8
 
 BIN = $(VENV)/bin
 DEV = $(VENV)/.installed-dev
 
-.PHONY: help demo test lint format types imports docs docs-check check bench gpu-check clean
+.PHONY: help demo test lint format types imports docs docs-check check bench triton gpu-check tune clean
 
 help:
 	@echo "make demo       install, train a small language model, generate text, compare with softmax attention"
@@ -15,7 +17,8 @@ help:
 	@echo "make format     let ruff rewrite what it can"
 	@echo "make docs       write docs/mechanisms/ anew from the registry"
 	@echo "make bench      the CPU benchmark"
-	@echo "make gpu-check  the GPU tests, with the torch of PYTHON=$(PYTHON)"
+	@echo "make gpu-check  the GPU tests and the GPU benchmark, with the torch of PYTHON=$(PYTHON)"
+	@echo "make tune       launch settings of the GPU kernels, measured anew"
 	@echo "make clean      remove the virtual environment and every cache"
 
 # One stamp an extra: installed again only when the requirements change.
@@ -52,14 +55,24 @@ docs: $(DEV)
 docs-check: $(DEV)
 	$(BIN)/python tools/make_docs.py --check
 
-check: lint types imports docs-check test
+# Tests of the GPU kernels run in Triton's interpreter; where there is no Triton they are skipped. Not in an extra:
+# on Linux torch itself asks for a certain version of it, except the torch built for CPUs only.
+triton: $(DEV)
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet triton==3.6.0 \
+		|| echo "no Triton for this machine: its tests are skipped"
+
+check: lint types imports docs-check triton test
 
 bench: $(VENV)/.installed-all
 	$(BIN)/python -m linattn.benchmark
 
 # No virtual environment: the GPU code is to be tested against the torch and driver that the machine has.
 gpu-check:
-	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu
+	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu -n $(GPU_WORKERS) --dist worksteal
+	PYTHONPATH=src $(PYTHON) -m linattn.benchmark.gpu
+
+tune:
+	PYTHONPATH=src $(PYTHON) -m linattn.benchmark.tune
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,55 @@
+"""Launch settings: written down, never searched for when a user calls. `make tune` measures and prints them anew."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Settings(NamedTuple):
+    """How a sweep is launched: channels of z a program, tokens a chunk, warps, pipeline stages."""
+
+    block: int
+    chunk: int
+    warps: int
+    stages: int
+
+
+# Compute capabilities that the settings were measured and every kernel was checked on.
+MEASURED = ((9, 0),)
+
+# (kind of decay, size of x up to) -> settings, NVIDIA H200. Kinds: none, scalar, inner (the gate's channels are those
+# of x and y), outer (those of z). bfloat16 multiplies as it is, float16 as tf32, for its range, float32 in three tf32s.
+_HALF = {
+    ("none", 64): Settings(64, 64, 4, 2),
+    ("none", 128): Settings(64, 64, 4, 2),
+    ("none", 256): Settings(64, 64, 8, 1),
+    ("scalar", 64): Settings(64, 64, 4, 2),
+    ("scalar", 128): Settings(64, 64, 4, 2),
+    ("scalar", 256): Settings(64, 64, 8, 1),
+    ("inner", 64): Settings(64, 64, 4, 1),
+    ("inner", 128): Settings(64, 64, 4, 1),
+    ("inner", 256): Settings(64, 64, 8, 1),
+    ("outer", 64): Settings(64, 64, 4, 1),
+    ("outer", 128): Settings(64, 64, 4, 1),
+    ("outer", 256): Settings(64, 64, 8, 1),
+}
+_FULL = {(kind, size): Settings(64, 64, 8, 1) for kind in ("none", "scalar", "inner", "outer") for size in (64, 128)}
+TABLE: dict[torch.dtype, dict[tuple[str, int], Settings]] = {
+    torch.bfloat16: _HALF,
+    torch.float16: dict(_FULL),
+    torch.float32: dict(_FULL),
+}
+
+
+def kind(decay: int, outer: bool) -> str:
+    """The table's name for a decay (its number in the kernels)."""
+    if decay in (2, 4):
+        return "outer" if outer else "inner"
+    return "scalar" if decay else "none"
+
+
+def settings(dtype: torch.dtype, decay: int, outer: bool, size: int) -> Settings:
+    """Settings of a sweep whose x has ``size`` channels."""
+    return TABLE[dtype][kind(decay, outer), 64 if size <= 64 else 128 if size <= 128 else 256]
