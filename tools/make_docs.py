@@ -114,10 +114,13 @@ def backend_section(mechanism: Mechanism) -> str:
     if mechanism.recurrence is None:
         return "torch's own kernels; the backends run recurrences."
     rows = [
-        (f"`{name}`", *("yes" if mode in backend.modes else "no" for mode in Mode))
-        for name, backend in engine.BACKENDS.items()
+        (f"`{name}`", *("yes" if mode in modes else "no" for mode in Mode))
+        for name, modes in engine.forms(mechanism.recurrence).items()
     ]
-    note = "`auto` takes the first that serves the call; `linattn.explain` says which and why not the others."
+    note = (
+        "`auto` takes the first that serves the call and that the machine has; `linattn.explain` says which and why "
+        "not the others."
+    )
     return table(("backend", *(f"`{mode.value}`" for mode in Mode)), rows) + "\n\n" + note
 
 

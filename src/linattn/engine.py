@@ -5,6 +5,7 @@ Every mechanism calls :func:`matrix` or :func:`scan`; nothing else calls a backe
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,11 +15,15 @@ from torch import Tensor
 from linattn import _checks, registry
 from linattn.backends._protocol import Backend, MatrixInputs, Request, state_dtype
 from linattn.backends.chunked import Chunked
+from linattn.backends.cpu import Cpu
 from linattn.backends.reference import Reference
+from linattn.backends.triton import Triton
 from linattn.recurrence import Decay, Engine, Mode, Normalizer, Recurrence, Write
 
 # In order of preference: "auto" takes the first that does not refuse.
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Chunked(), Reference())}
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Triton(), Cpu(), Chunked(), Reference())}
+# What backend="auto" means: "auto", or the one backend that the environment names.
+PREFERRED = os.environ.get("LINATTN_BACKEND") or "auto"
 MODES = ("auto", *(mode.value for mode in Mode))
 EPSILON = 1e-6  # smallest denominator of the sum normaliser
 
@@ -43,19 +48,38 @@ class Explanation:
 
 
 def choose(backend: str, request: Request) -> Explanation:
-    """The backend for a call. ``backend="auto"`` takes the first that can serve; a named one serves or is refused."""
+    """The backend for a call. ``backend="auto"`` takes the first that can serve; a named one serves or is refused.
+
+    The environment variable LINATTN_BACKEND, read at import, names the one that "auto" means.
+    """
     _checks.one_of("backend", backend, ("auto", *BACKENDS))
+    asked = f"backend={backend!r}"
+    if backend == "auto" and PREFERRED != "auto":
+        _checks.one_of("LINATTN_BACKEND", PREFERRED, ("auto", *BACKENDS))
+        backend, asked = PREFERRED, f"LINATTN_BACKEND={PREFERRED}"
     refusals: dict[str, str] = {}
     for name, candidate in BACKENDS.items():
         if backend not in ("auto", name):
-            refusals[name] = f"backend={backend!r} was asked for"
+            refusals[name] = f"{asked} was asked for"
             continue
         why = candidate.refuses(request)
+        if why is None and backend == "auto" and (reason := candidate.yields(request)):
+            why = f"{reason} (backend={name!r} takes it all the same)"
         if why is None:
             later = [other for other in BACKENDS if other not in refusals and other != name]
             return Explanation(name, refusals | dict.fromkeys(later, f"{name!r} comes first"))
         refusals[name] = why
     return Explanation(None, refusals)
+
+
+def forms(recurrence: Recurrence) -> dict[str, list[Mode]]:
+    """The backends that know ``recurrence``, where the machine has them, and in which modes; in order of preference."""
+    cpu = torch.device("cpu")
+    known = {
+        name: [m for m in backend.modes if backend.unsuited(Request(cpu, torch.float32, m, recurrence)) is None]
+        for name, backend in BACKENDS.items()
+    }
+    return {name: modes for name, modes in known.items() if modes}
 
 
 def explain(
@@ -167,7 +191,8 @@ def matrix(
     _checks.same_device(
         {"v": v, "q": q, "k": k, "g": g, "beta": beta, "a": a, "b": b, "u": u, "state": S_in, "cu_seqlens": cu_seqlens}
     )
-    request = Request(v.device, v.dtype, _form(mode), recurrence, K, v.shape[-1])
+    learnt = g is not None and g.requires_grad and torch.is_grad_enabled()
+    request = Request(v.device, v.dtype, _form(mode), recurrence, K, v.shape[-1], learnt)
     engine = _backend(backend, request)
     inputs = MatrixInputs(
         q, k, v, g, beta, a, b, u, S_in, cu_seqlens,

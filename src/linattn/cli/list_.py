@@ -31,7 +31,6 @@ class List(Command):
 
 
 def _description(mechanism: Mechanism) -> dict[str, Any]:
-    recurrent = mechanism.recurrence is not None
     return {
         "name": mechanism.name,
         "title": mechanism.title,
@@ -40,9 +39,9 @@ def _description(mechanism: Mechanism) -> dict[str, Any]:
         "state": _state(mechanism),
         "when": mechanism.when,
         "paper": mechanism.paper,
-        "backends": {name: [mode.value for mode in backend.modes] for name, backend in engine.BACKENDS.items()}
-        if recurrent
-        else {"torch": ["parallel", "recurrent"]},
+        "backends": {"torch": ["parallel", "recurrent"]}
+        if mechanism.recurrence is None
+        else {name: [mode.value for mode in modes] for name, modes in engine.forms(mechanism.recurrence).items()},
     }
 
 
