@@ -43,6 +43,7 @@ from linattn.backends._token import token
 from linattn.recurrence import Mode, Read, Write
 
 CHUNK = 64
+LOW_RANK_CHUNK = 32  # the triangular system of a longer one loses precision
 STRONG_CHUNK = 16
 RANGE = math.exp(-64)  # the smallest decay that an ordinary chunk may have on either side of its anchor
 LASTS = 0.25  # the mildest decay a token, in the mean over a chunk, that an ordinary chunk must have in some channel
@@ -62,9 +63,10 @@ def _segments(T: int, C: int, per: int) -> Iterator[tuple[int, int, int]]:
 
 def _plan(x: MatrixInputs, mode: str) -> list[tuple[int, int, int]]:
     (B, T, H, V), K = x.v.shape, x.k.shape[-1]
-    C = {"recurrent": 1, "parallel": max(T, 1)}.get(mode, CHUNK)
-    if C == CHUNK and K == 1 and x.write is not Write.ADDITIVE:
-        C = 1  # each write overwrites all that a key can hold; what is left is a product, no difference of sums
+    chunk = CHUNK
+    if x.write is not Write.ADDITIVE:  # with one channel a write overwrites all: a product, no difference of sums
+        chunk = LOW_RANK_CHUNK if K > 1 else 1
+    C = {"recurrent": 1, "parallel": max(T, 1)}.get(mode, chunk)
     per = SEGMENT.get(x.v.device.type, SEGMENT_OTHER) // (C * max(B * H * max(K, V), 1))
     return list(_segments(T, C, min(max(1, per), CHUNK) if C == 1 else max(1, per)))
 
@@ -167,6 +169,8 @@ class _Decays(ABC):
     post: Tensor | None = None  # what writes decay by, from the anchor to the chunk's end
     whole: Tensor | None = None  # decay of the whole chunk
     dg: Tensor | None = None
+    later: Tensor | None = None  # rows' parts of it that every token up to theirs shares
+    earlier: Tensor | None = None  # rows' parts of it that every token after theirs shares
     scalar = False  # one gate a head
 
     def __init__(self, need_g: bool) -> None:
@@ -196,24 +200,37 @@ class _Decays(ABC):
     def through_state(self, rows: _Rows, d_scaled: Tensor) -> None:
         """Take the gradient of the rescaled rows through the state (before any pair's) and collect the gates'."""
         rows.d_state = d_scaled
-        if self.need_g:
-            z = self._sum(rows.scaled * d_scaled)
-            if rows.left:  # token l decays every row i ≥ l; late rows: i > l
-                z = _from_right(z)
-                z = torch.cat([z[..., 1:, :], torch.zeros_like(z[..., :1, :])], -2) if rows.late else z
-            else:  # and every written row j < l
-                z = torch.cat([torch.zeros_like(z[..., :1, :]), z.cumsum(-2)[..., :-1, :]], -2)
-            self.dg = _add(self.dg, z)
+        if self.need_g:  # a left row is decayed by the tokens l ≤ i (late: l < i), a written one by those after it
+            self._collect_rows(rows, self._sum(rows.scaled * d_scaled), rows.left)
+
+    def _collect_rows(self, rows: _Rows, z: Tensor, up_to: bool) -> None:
+        if rows.late:
+            z = torch.cat([z[..., 1:, :], torch.zeros_like(z[..., :1, :])], -2)
+        if up_to:
+            self.later = _add(self.later, z)
+        else:
+            self.earlier = _add(self.earlier, z)
 
     def gate_gradient(self, Ms: Tensor, dWs: Tensor) -> Tensor:
         """dg [n, B, H, C, D], with the path that crosses the whole chunk."""
         across = self._sum((Ms * dWs).sum(-1))
         if self.post is None and self.whole is not None:
             across = across * self.whole
-        return across.unsqueeze(-2) + (0 if self.dg is None else self.dg)
+        dg = across.unsqueeze(-2) + (0 if self.dg is None else self.dg)
+        if self.later is not None:
+            dg = dg + _from_right(self.later)
+        if self.earlier is not None:
+            dg[..., 1:, :] += self.earlier.cumsum(-2)[..., :-1, :]
+        return dg
 
     def _sum(self, z: Tensor) -> Tensor:
         return z.sum(-1, keepdim=True) if self.scalar else z
+
+    def _collect_scalar_pairs(self, weight: Tensor, late: bool) -> None:
+        """The same for weight [.., C, C]: sums over j < l by a product, then those over i."""
+        C = weight.shape[-1]
+        before = torch.ones(C, C, dtype=weight.dtype, device=weight.device).triu(1)
+        self.dg = _add(self.dg, (weight @ before).tril_(-1 if late else 0).sum(-2).unsqueeze(-1))
 
     def _collect_pairs(self, weight: Tensor, late: bool) -> None:
         """weight [.., C, C, D]: token l decays every pair with j < l ≤ i (l < i for late rows)."""
@@ -269,7 +286,7 @@ class _Ordinary(_Decays):
             x.d_state = _product(dP, y.scaled, x.d_state)
             y.d_state = _product(dP.mT, x.scaled, y.d_state)
             if self.need_g:
-                self._collect_pairs((dP * P).unsqueeze(-1), x.late)
+                self._collect_scalar_pairs(dP * P, x.late)
         else:
             x.d_pair = _product(dP, y.scaled, x.d_pair)
             y.d_pair = _product(dP.mT, x.scaled, y.d_pair)
@@ -279,9 +296,7 @@ class _Ordinary(_Decays):
         assert d is not None
         if rows.d_pair is not None:  # with a gate for every channel the pairs' paths are had as a difference after all
             dG = rows.scaled * rows.d_pair
-            if rows.late:
-                dG = torch.cat([dG[..., 1:, :], torch.zeros_like(dG[..., :1, :])], -2)
-            self.dg = _add(self.dg, _from_right(dG if rows.left else dG.neg_()))
+            self._collect_rows(rows, dG if rows.left else dG.neg_(), up_to=True)
             d = d.add_(rows.d_pair)
         weight = self.weight(rows.left, rows.late)
         return d if weight is None else d.mul_(weight)
@@ -322,7 +337,9 @@ class _Strong(_Decays):
         if self.scalar:
             Z = dP * R[..., 0]
             x.d_pair, y.d_pair = _product(Z, y.raw, x.d_pair), _product(Z.mT, x.raw, y.d_pair)
-            weight = (dP * P).unsqueeze(-1) if self.need_g else None
+            weight = None
+            if self.need_g:
+                self._collect_scalar_pairs(dP * P, x.late)
         else:
             Z = dP.unsqueeze(-1) * R
             x.d_pair = _add(x.d_pair, (Z * y.raw.unsqueeze(-3)).sum(-2))
@@ -379,22 +396,22 @@ def _walk_back(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The walk backwards: dWs [n, ...], the gradient of what the chunks write, dX of ``base``, and dS at the start.
 
-    ``read`` = q^T do; ``dU`` is do's part of the writes' gradient; ``low_rank`` = (inverse, left, right).
+    ``read`` = q^T do; ``dU``, do's part of the writes' gradient, is completed; ``low_rank`` = (inverse, left, right).
     """
     n = read.shape[0]
     read = _columns(read, d.head, states=True)
-    dSs, dX = torch.empty_like(read), None
-    if low_rank is not None and dU is not None:
+    dSs, through = torch.empty_like(read), None
+    if low_rank is not None:
         inverse, left, right = low_rank
-        left, right, dX = _columns(left, d.head), _columns(right, d.post), torch.empty_like(dU)
+        through, right = _columns(inverse @ left, d.head), _columns(right, d.post)
     for i in reversed(range(n)):
         dSs[i] = dS
         dS = read[i] + _scaled_state(dS, d.whole, i)
-        if dX is not None and dU is not None:
-            written = torch.baddbmm(*(t[i].flatten(0, 1) for t in (dU, right, dSs)))
-            torch.bmm(inverse[i].flatten(0, 1).mT, written, out=dX[i].flatten(0, 1))
-            flat = dS.flatten(0, 1)
-            torch.baddbmm(flat, left[i].flatten(0, 1).mT, dX[i].flatten(0, 1), out=flat)
+        if through is not None and dU is not None:
+            flat_U, flat_S = dU[i].flatten(0, 1), dS.flatten(0, 1)
+            torch.baddbmm(flat_U, right[i].flatten(0, 1), dSs[i].flatten(0, 1), out=flat_U)
+            torch.baddbmm(flat_S, through[i].flatten(0, 1).mT, flat_U, out=flat_S)
+    dX = None if through is None or dU is None else inverse.mT @ dU
     return _columns(dSs, d.post, states=True), dX, dS
 
 
@@ -701,7 +718,7 @@ class _Chunks(Kernel):
 
 
 class Chunked(Backend):
-    """Matrix products over chunks of 64 tokens, on any device torch knows."""
+    """Matrix products over chunks of 64 tokens (32 of a low-rank write), on any device torch knows."""
 
     name = "chunked"
     modes = (Mode.CHUNKWISE, Mode.RECURRENT, Mode.PARALLEL)
