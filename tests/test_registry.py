@@ -9,22 +9,19 @@ import torch
 
 import linattn
 from linattn import registry
-from linattn.recurrence import Decay, Mode, Normalizer, Read, Recurrence, Write
+from linattn.recurrence import Decay, Engine, Mode, Normalizer, Read, Recurrence, Write
 from linattn.testing import Subject, forms
 
-MECHANISMS = [
-    "softmax_attention",
-    "linear_attention",
-    "retention",
-    "gated_linear_attention",
-    "mamba2",
-    "delta_rule",
-    "gated_delta_rule",
-]
+MECHANISMS = """
+    softmax_attention linear_attention retention lightning_attention gated_linear_attention hgrn2 mamba mamba2 mamba3
+    mlstm delta_rule gated_delta_rule kimi_delta_attention gated_delta_product rwkv4 rwkv5 rwkv6 rwkv7 hgrn rg_lru
+    log_linear_mamba2 log_linear_gated_delta_rule
+""".split()
 
 
-def test_the_seven_are_registered() -> None:
+def test_the_family_is_registered() -> None:
     assert sorted(linattn.names()) == sorted(MECHANISMS)
+    assert set(linattn.names(composite=True)) - set(MECHANISMS) == {"parallel_heads"}
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
@@ -83,7 +80,11 @@ def test_recurrences_that_make_no_sense() -> None:
 @pytest.mark.parametrize("name", MECHANISMS[1:])
 def test_two_backends_serve_the_cpu(name: str, dtype: torch.dtype) -> None:
     served = {(backend, mode) for backend, mode in forms(Subject.of(name), dtype=dtype)}
-    assert served >= {("reference", "recurrent"), *(("chunked", mode.value) for mode in Mode)}
+    recurrence = linattn.get(name).recurrence
+    assert recurrence is not None
+    # a selective scan has no matrix of pairs
+    modes = [mode for mode in Mode if recurrence.engine is not Engine.SELECTIVE or mode is not Mode.PARALLEL]
+    assert served >= {("reference", "recurrent"), *(("chunked", mode.value) for mode in modes)}
 
 
 def test_auto_prefers_speed_and_says_so() -> None:

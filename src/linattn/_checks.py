@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -56,11 +57,11 @@ def same_device(tensors: Mapping[str, Tensor | None]) -> None:
             raise fail(name, f"device {value.device}", f"{first.device}, where {first_name} is")
 
 
-def grouped(name: str, groups: int, heads: int) -> None:
+def grouped(name: str, groups: int, heads: int, what: str = "heads", wholes: str = "value heads") -> None:
     """The query/key heads divide the value heads."""
     if groups == 0 or heads % groups:
         legal = [n for n in range(1, heads + 1) if heads % n == 0]
-        raise fail(name, f"{groups} heads", f"a number of heads that divides the {heads} value heads: {legal}")
+        raise fail(name, f"{groups} {what}", f"a number of {what} that divides the {heads} {wholes}: {legal}")
 
 
 def cu_seqlens_form(value: object, batch: int, name: str = "cu_seqlens") -> None:
@@ -87,9 +88,30 @@ def boundaries(value: Tensor, length: int, name: str = "cu_seqlens") -> list[int
     return ends
 
 
+def has_values(x: Tensor) -> bool:
+    """Whether there is data to look at: an empty tensor has none, nor has one of a FakeTensorMode, a shape alone."""
+    return x.numel() > 0 and not isinstance(x, FakeTensor)
+
+
 def log_decay(g: Tensor | None, name: str = "g") -> None:
     """No gate is positive or NaN. Looks at the data."""
-    if g is not None and g.numel():
+    if g is not None and has_values(g):
         top = float(g.detach().amax())
         if not top <= 0:
             raise fail(name, f"a log-decay of {top:g}", "natural logarithms of decays, ≤ 0")
+
+
+def steps(dt: Tensor, name: str = "dt") -> None:
+    """No time step is negative or NaN. Looks at the data."""
+    if has_values(dt):
+        least = float(dt.detach().amin())
+        if not least >= 0:
+            raise fail(name, f"a step of {least:g}", "steps ≥ 0, after their softplus")
+
+
+def rates(A: Tensor, name: str = "A") -> None:
+    """No rate of decay is positive, infinite or NaN. Looks at the data."""
+    if has_values(A):
+        low, high = (float(end) for end in A.detach().aminmax())
+        if not (high <= 0 and low > float("-inf")):
+            raise fail(name, f"a rate of {high if not high <= 0 else low:g}", "finite rates of decay, ≤ 0")

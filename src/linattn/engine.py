@@ -1,11 +1,12 @@
 """From a mechanism's tensors to a backend: checks, choice of backend, normaliser, explanation.
 
-Every mechanism calls :func:`matrix` or :func:`scan`; nothing else calls a backend.
+Every mechanism calls :func:`matrix`, :func:`scan` or :func:`selective_scan`; nothing else calls a backend.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from linattn import _checks, registry
-from linattn.backends._protocol import Backend, MatrixInputs, Request, state_dtype
+from linattn.backends._protocol import Backend, MatrixInputs, Request, SelectiveInputs, state_dtype
 from linattn.backends.chunked import Chunked
 from linattn.backends.cpu import Cpu
 from linattn.backends.reference import Reference
@@ -63,8 +64,6 @@ def choose(backend: str, request: Request) -> Explanation:
             refusals[name] = f"{asked} was asked for"
             continue
         why = candidate.refuses(request)
-        if why is None and backend == "auto" and (reason := candidate.yields(request)):
-            why = f"{reason} (backend={name!r} takes it all the same)"
         if why is None:
             later = [other for other in BACKENDS if other not in refusals and other != name]
             return Explanation(name, refusals | dict.fromkeys(later, f"{name!r} comes first"))
@@ -96,7 +95,10 @@ def explain(
 
     Raises ValueError for an unknown mechanism, backend or mode.
     """
-    recurrence = registry.get(mechanism).recurrence
+    found = registry.get(mechanism)
+    if found.composite:
+        raise _checks.fail("mechanism", f"{found.name!r}, a layer of several mechanisms", "one of those")
+    recurrence = found.recurrence
     if recurrence is None:
         _checks.one_of("backend", backend, ("auto",))
         return Explanation("torch", dict.fromkeys(BACKENDS, "softmax attention is no recurrence; torch's own runs it"))
@@ -134,6 +136,8 @@ def matrix(
     a: Tensor | None = None,
     b: Tensor | None = None,
     u: Tensor | None = None,
+    weight: Tensor | None = None,
+    denominator: Callable[[Tensor], Tensor] | None = None,
     scale: float | None = None,
     state: Tensor | NormalizedState | None = None,
     cu_seqlens: Tensor | None = None,
@@ -144,6 +148,9 @@ def matrix(
 
     q, k: [B, T, G, K]; v: [B, T, H, V], G divides H; all of one dtype. g: as ``recurrence.decay`` says, any float.
     beta: [B, T, H] with Write.DELTA; a, b: [B, T, H, K] with Write.LOW_RANK; u: [H, K] with a bonus.
+    With a sum normaliser, weight [B, T, H] (any float, on v's device) is what each token's k v^T and k are multiplied
+    by, None being 1, and denominator makes of scale * z^T q [B, T, H], which is float32 (float64 for float64), what the
+    output is divided by, None being max(|z^T q|, 1e-6).
     scale None is K^-0.5. state: [N, H, K, V] (a NormalizedState with a sum normaliser); N is B, or the number of
     sequences that ``cu_seqlens`` [N+1] packs into one row.
 
@@ -160,12 +167,13 @@ def matrix(
     K = sizes["K"]
     _checks.grouped("k", sizes["G"], H)
     _check_gate(g, recurrence.decay, sizes)
-    low_rank = recurrence.write is Write.LOW_RANK
+    low_rank, normalized = recurrence.write is Write.LOW_RANK, recurrence.normalizer is Normalizer.SUM
     table = (
         ("beta", beta, "B T H", recurrence.write is Write.DELTA),
         ("a", a, "B T H K", low_rank),
         ("b", b, "B T H K", low_rank),
         ("u", u, "H K", recurrence.bonus),
+        ("weight", weight, "B T H", normalized and weight is not None),
     )
     for name, value, dims, wanted in table:
         if (value is not None) != wanted:
@@ -177,9 +185,12 @@ def matrix(
         _checks.cu_seqlens_form(cu_seqlens, B)
     sizes["N"] = B if cu_seqlens is None else cu_seqlens.numel() - 1
 
-    normalized = recurrence.normalizer is Normalizer.SUM
-    if normalized:  # the sum of keys is one more value column, of ones
-        v = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], -1)
+    dtype = v.dtype
+    if normalized:
+        # The sum of keys is one more value column, of ones. Numerator and denominator leave the backend in float32, so
+        # that half inputs lose nothing in the ratio: the column's dtype makes the one copy of v float32.
+        v = torch.cat([v, v.new_ones((), dtype=state_dtype(dtype)).expand(*v.shape[:-1], 1)], -1)
+        v = v if weight is None else v * weight.to(v.dtype).unsqueeze(-1)
         if state is not None:
             S, z = _normalized_parts(state)
             _checks.tensor("state.S", S, "N H K V", sizes, state_dtype(v.dtype))
@@ -191,20 +202,18 @@ def matrix(
     _checks.same_device(
         {"v": v, "q": q, "k": k, "g": g, "beta": beta, "a": a, "b": b, "u": u, "state": S_in, "cu_seqlens": cu_seqlens}
     )
-    learnt = g is not None and g.requires_grad and torch.is_grad_enabled()
-    request = Request(v.device, v.dtype, _form(mode), recurrence, K, v.shape[-1], learnt)
+    request = Request(v.device, dtype, _form(mode), recurrence, K, v.shape[-1])
     engine = _backend(backend, request)
     inputs = MatrixInputs(
-        q, k, v, g, beta, a, b, u, S_in, cu_seqlens,
+        q.to(v.dtype), k.to(v.dtype), v, g, beta, a, b, u, S_in, cu_seqlens,
         K**-0.5 if scale is None else float(scale), recurrence.write, recurrence.read,
     )  # fmt: skip
     if not normalized:
         return engine.matrix(inputs, request.mode)
-    # numerator and denominator leave the backend in float32, so that half inputs lose nothing in the ratio
-    inputs = inputs._replace(**{name: getattr(inputs, name).to(state_dtype(v.dtype)) for name in ("q", "k", "v")})
     o, S_out = engine.matrix(inputs, request.mode)
-    o = o[..., :V] / o[..., V:].abs().clamp_min(EPSILON)
-    return o.to(v.dtype), NormalizedState(S_out[..., :V], S_out[..., V])
+    zq = o[..., V]
+    o = o[..., :V] / (zq.abs().clamp_min(EPSILON) if denominator is None else denominator(zq)).unsqueeze(-1)
+    return o.to(dtype), NormalizedState(S_out[..., :V], S_out[..., V])
 
 
 def _normalized_parts(state: Tensor | NormalizedState) -> NormalizedState:
@@ -238,6 +247,45 @@ def scan(
     _checks.same_device({"x": x, "g": g, "state": state, "cu_seqlens": cu_seqlens})
     request = Request(x.device, x.dtype, _form(mode), Recurrence(Engine.SCAN, Decay.TOKEN_CHANNEL))
     return _backend(backend, request).scan(x, g, state, cu_seqlens, request.mode)
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    mode: str = "auto",
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Run the selective scan h_t = e^{dt_t A} * h_{t-1} + (dt_t x_t) B_t^T, y_t = h_t C_t (each channel on its own).
+
+    x: [B, T, D]; B, C: [B, T, G, N] of x's dtype, G divides D: neighbouring D/G channels share a map. dt: [B, T, D] ≥ 0
+    (0 keeps the state) and A: [D, N] ≤ 0, any float. state: [S, D, N] in float32 (float64 for float64); S is B, or the
+    number of sequences that ``cu_seqlens`` [S+1] packs into one row.
+
+    Returns y [B, T, D] in x's dtype and the final state [S, D, N]. Raises ValueError as :func:`matrix` does.
+    """
+    sizes: dict[str, int] = {}
+    _checks.tensor("x", x, "B T D", sizes)
+    _checks.tensor("dt", dt, "B T D", sizes)
+    _checks.tensor("A", A, "D N", sizes)
+    _checks.tensor("B", B, "B T G N", sizes, x.dtype)
+    _checks.tensor("C", C, "B T G N", sizes, x.dtype)
+    _checks.grouped("B", sizes["G"], sizes["D"], "groups", "channels")
+    if cu_seqlens is not None:
+        _checks.cu_seqlens_form(cu_seqlens, x.shape[0])
+    sizes["S"] = x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    if state is not None:
+        _checks.tensor("state", state, "S D N", sizes, state_dtype(x.dtype))
+    _checks.same_device({"x": x, "dt": dt, "A": A, "B": B, "C": C, "state": state, "cu_seqlens": cu_seqlens})
+    recurrence = Recurrence(Engine.SELECTIVE, Decay.TOKEN_CHANNEL)
+    request = Request(x.device, x.dtype, _form(mode), recurrence)
+    inputs = SelectiveInputs(x, dt, A, B, C, state, cu_seqlens)
+    return _backend(backend, request).selective_scan(inputs, request.mode)
 
 
 def summary(

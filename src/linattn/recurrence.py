@@ -8,6 +8,10 @@ Per sequence and head, with q_t, k_t in R^K, v_t in R^V and a state S_t in R^{Kx
 
     h_t = e^{g_t} * h_{t-1} + x_t                                        (scan engine, elementwise)
 
+Each of D channels with N numbers of its own, a step dt_t in R^D, rates A in R^{DxN}, B_t and C_t in R^N::
+
+    h_t = e^{dt_t A} * h_{t-1} + (dt_t x_t) B_t^T,    y_t = h_t C_t      (selective engine)
+
 A :class:`Recurrence` says which of these terms a mechanism has. It is read by the backends, the tests, the
 documentation and the command line; it holds no computation.
 """
@@ -19,10 +23,11 @@ from enum import Enum
 
 
 class Engine(Enum):
-    """Which of the two recurrences: a matrix state or an elementwise one."""
+    """Which of the recurrences: a matrix state, an elementwise one, or the selective scan of a state space."""
 
     MATRIX = "matrix"
     SCAN = "scan"
+    SELECTIVE = "selective"
 
 
 class Decay(Enum):
@@ -80,13 +85,15 @@ class Domain(Enum):
     NEGATIVE = "< 0"
     LOG_DECAY = "natural log of a decay, ≤ 0 (−inf allowed)"
     BETA = "0 … 2"
+    UNIT_INTERVAL = "0 … 1"
 
 
 @dataclass(frozen=True)
 class Argument:
     """One tensor argument of a mechanism's function.
 
-    ``dims`` names the axes: B batch, T tokens, H value heads, G query/key heads (G divides H), K key and V value size.
+    ``dims`` names the axes: B batch, T tokens, H value heads, G query/key heads (G divides H), K key and V value size;
+    of a selective scan D channels (G divides D) and N numbers a channel; R writes a token, P pairs of key channels.
     """
 
     name: str
@@ -127,5 +134,7 @@ class Recurrence:
         """Shapes of the state tensors of one sequence, without the batch axis."""
         if self.engine is Engine.SCAN:
             return ((heads * value_size,),)
+        if self.engine is Engine.SELECTIVE:
+            return ((heads * value_size, key_size),)
         shapes: tuple[tuple[int, ...], ...] = ((heads, key_size, value_size),)
         return (*shapes, (heads, key_size)) if self.normalizer is Normalizer.SUM else shapes

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from linattn.recurrence import Argument, Recurrence
@@ -14,8 +14,12 @@ from linattn.recurrence import Argument, Recurrence
 class Mechanism:
     """Everything the tests, benchmarks, documentation and command line need to know of a mechanism.
 
-    ``recurrence`` is None only for softmax attention, which is no recurrence. ``layer`` is the ``nn.Module`` class
-    with ``forward(x, state=None, *, mask=None, cu_seqlens=None, mode="auto", backend="auto") -> (y, state)``.
+    ``recurrence`` is None for softmax attention, which is no recurrence, and for what is composite. ``layer`` is the
+    ``nn.Module`` class with
+    ``forward(x, state=None, *, mask=None, cu_seqlens=None, mode="auto", backend="auto") -> (y, state)``.
+    ``block`` is what the family's models have around it: fields of a ``ModelConfig`` all of whose layers are this one.
+    ``composite``: a layer made of others' layers, with no recurrence, arguments or function of its own (its
+    ``function`` says so in a ValueError).
     """
 
     name: str
@@ -28,6 +32,13 @@ class Mechanism:
     paper: str
     when: str
     aliases: tuple[str, ...] = ()
+    block: Mapping[str, Any] = field(default_factory=dict)
+    composite: bool = False
+
+    @property
+    def grows(self) -> bool:
+        """Whether its state grows with every token (where no window bounds it)."""
+        return self.recurrence is None and not self.composite
 
 
 _MECHANISMS: dict[str, Mechanism] = {}
@@ -45,9 +56,9 @@ def register(mechanism: Mechanism) -> Mechanism:
     return mechanism
 
 
-def names() -> list[str]:
-    """The registered mechanisms, in order of registration."""
-    return list(_MECHANISMS)
+def names(*, composite: bool = False) -> list[str]:
+    """The registered mechanisms, in order of registration; with ``composite`` the layers made of several, too."""
+    return [name for name, mechanism in _MECHANISMS.items() if composite or not mechanism.composite]
 
 
 def get(name: str) -> Mechanism:
@@ -56,5 +67,5 @@ def get(name: str) -> Mechanism:
     if key is None:
         near = difflib.get_close_matches(name.lower(), _NAMES, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"mechanism: unknown name {name!r}; {hint}known: {', '.join(names())}")
+        raise ValueError(f"mechanism: unknown name {name!r}; {hint}known: {', '.join(names(composite=True))}")
     return _MECHANISMS[key]

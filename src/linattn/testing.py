@@ -96,6 +96,8 @@ def draw(argument: Argument, sizes: Mapping[str, int], gates: str, random: torch
             return GATES[gates](x, random)
         case Domain.BETA:
             return 2 * x.sigmoid()
+        case Domain.UNIT_INTERVAL:
+            return x.sigmoid()
         case _:
             return x
 
@@ -126,6 +128,11 @@ class Subject:
     def gated(self) -> bool:
         """Whether an argument sets the decay."""
         return any(argument.domain in (Domain.LOG_DECAY, Domain.NEGATIVE) for argument in self.arguments)
+
+    @property
+    def channels(self) -> bool:
+        """Whether its axes are those of a selective scan."""
+        return self.recurrence is not None and self.recurrence.engine is Engine.SELECTIVE
 
     @staticmethod
     def of(mechanism: str | Mechanism, **options: object) -> Subject:
@@ -168,7 +175,7 @@ def mechanisms() -> tuple[Subject, ...]:
 
 @functools.cache
 def recurrences() -> tuple[Subject, ...]:
-    """Every point of the vocabulary, for the engine itself: decay x write x read, the normaliser, and the scan."""
+    """Every point of the vocabulary, for the engine itself: decay x write x read, the normaliser, and the scans."""
     reads = [(Read.AFTER, False), (Read.BEFORE, False), (Read.BEFORE, True)]
     points = [
         Recurrence(decay=decay, write=write, read=read, bonus=bonus)
@@ -184,7 +191,19 @@ def recurrences() -> tuple[Subject, ...]:
         )
         for name, dims in (("fixed", "V"), ("token", "B T V"))
     ]
-    return (*map(_engine_subject, points), *scans)
+    selective = Subject(
+        "selective",
+        engine.selective_scan,
+        (
+            Argument("x", "B T D"),
+            Argument("dt", "B T D", Domain.NONNEGATIVE),
+            Argument("A", "D N", Domain.NEGATIVE),
+            Argument("B", "B T G N"),
+            Argument("C", "B T G N"),
+        ),
+        Recurrence(Engine.SELECTIVE, Decay.TOKEN_CHANNEL),
+    )
+    return (*map(_engine_subject, points), *scans, selective)
 
 
 class Form(NamedTuple):
@@ -215,7 +234,7 @@ def forms(subject: Subject, device: str = "cpu", dtype: torch.dtype = torch.floa
 
 @dataclass(frozen=True)
 class Sizes:
-    """The axes of the argument tables."""
+    """The axes of the argument tables; a selective scan has D = H V channels and N = K numbers a channel."""
 
     B: int = 2
     T: int = 67
@@ -226,6 +245,10 @@ class Sizes:
 
     def __str__(self) -> str:
         return "x".join(map(str, dataclasses.astuple(self)))
+
+    def axes(self) -> dict[str, int]:
+        """The size of every axis by its name."""
+        return dataclasses.asdict(self) | {"D": self.H * self.V, "N": self.K, "P": self.K // 2, "R": 2, "L": 5}
 
 
 @dataclass(frozen=True, repr=False)
@@ -269,10 +292,11 @@ class Case:
     def tensors(self) -> Tensors:
         """The arguments: the same values at every call, in memory of their own."""
         random = torch.Generator().manual_seed(self.seed)
-        sizes = dataclasses.asdict(self.sizes)
+        sizes = self.sizes.axes()
         tensors = {x.name: draw(x, sizes, self.gates, random) for x in self.subject.arguments}
         tensors = self.subject.finish(tensors)
-        gate_like = {x.name for x in self.subject.arguments if x.domain is Domain.LOG_DECAY or x.dims[-1] == "H"}
+        gates = (Domain.LOG_DECAY, Domain.NEGATIVE) + (Domain.NONNEGATIVE,) * self.subject.channels  # rates and steps
+        gate_like = {x.name for x in self.subject.arguments if x.domain in gates or x.dims[-1] == "H"}
         dtypes = {name: (self.gate_dtype if name in gate_like else None) or self.dtype for name in tensors}
         return {name: x.to(self.device, dtypes[name], copy=True) for name, x in tensors.items()}
 
@@ -529,6 +553,11 @@ def law_causality(case: Case, form: Form, t: int) -> None:
     judge(case, measure, form, f"changed from {t} on")
 
 
+def _moves(leaf: object) -> bool:
+    """Whether a part of a state has a gradient: positions and masks have none."""
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
 def law_gradients(case: Case, form: Form) -> None:
     """Analytic gradients equal finite differences (for small cases in float64)."""
     tensors, state = case.tensors(), case.state()
@@ -537,12 +566,12 @@ def law_gradients(case: Case, form: Form) -> None:
 
     def function(*flat: Tensor) -> tuple[Tensor, ...]:
         rest = iter(flat[len(names) :])
-        inner = pytree.tree_unflatten([next(rest) if isinstance(x, Tensor) else x for x in leaves], tree)
+        inner = pytree.tree_unflatten([next(rest) if _moves(x) else x for x in leaves], tree)
         given = dict(zip(names, flat, strict=False))
         o, final = call(case, form, case.cu_seqlens)(given, inner)
         return o, *named(final, "").values()
 
-    flat = [*tensors.values(), *(x for x in leaves if isinstance(x, Tensor))]
+    flat = [*tensors.values(), *filter(_moves, leaves)]
     try:
         gradcheck(function, [x.requires_grad_() for x in flat])
     except GradcheckError as error:
@@ -564,17 +593,19 @@ def law_layout(case: Case, form: Form, layout: str) -> None:
     def make(case: Case) -> Run:
         run = call(case, form, case.cu_seqlens)
         return lambda tensors, state: run(
-            {name: lay(x) for name, x in tensors.items()}, pytree.tree_map_only(Tensor, lay, state)
+            {name: lay(x) for name, x in tensors.items()},
+            pytree.tree_map_only(Tensor, lambda x: lay(x) if x.is_floating_point() else x, state),
         )
 
     law_run(case, make, form, layout)
 
 
 def law_expanded(case: Case, form: Form) -> None:
-    """One number may stand for many: arguments expanded along their batch and head axes, with stride 0."""
+    """One number may stand for many: arguments expanded along their batch and head (or channel) axes, with stride 0."""
 
     def measure(case: Case) -> tuple[Tensors, Standard]:
-        one = dataclasses.replace(case, sizes=dataclasses.replace(case.sizes, B=1, G=1, H=1), continued=False)
+        single = dataclasses.replace(case.sizes, B=1, G=1, H=1, V=1 if case.subject.channels else case.sizes.V)
+        one = dataclasses.replace(case, sizes=single, continued=False)
         shapes = {name: x.shape for name, x in case.tensors().items()}
         expanded = {name: x.expand(shapes[name]) for name, x in one.tensors().items()}
         double = ({name: x.double().contiguous() for name, x in expanded.items()}, _cast(case.state(), torch.float64))

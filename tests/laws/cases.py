@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
+from linattn.recurrence import Write
 from linattn.testing import AUTO, REFERENCE, Form, Sizes, Subject, forms, mechanisms, recurrences
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -16,6 +17,7 @@ MECHANISMS = [
     Subject.of("linear_attention", feature_map="relu"),
     Subject.of("linear_attention", feature_map="squared_relu", normalize=False),
     Subject.of("linear_attention", feature_map="identity", normalize=False),
+    Subject.of("mlstm", normalize=False),
 ]
 RECURRENT = [subject for subject in MECHANISMS if subject.recurrence]
 RECURRENCES = list(recurrences())
@@ -36,6 +38,7 @@ GATED = [subject for subject in MECHANISMS if subject.gated] + [
         "token_channel+low_rank+after",
         "scan+fixed",
         "scan+token",
+        "selective",
     )
 ]
 
@@ -57,5 +60,5 @@ def within_reach(subject: Subject, form: Form, sizes: Sizes) -> bool:
 
     Nor where keys of one channel overwrite all of the state with every token.
     """
-    names = {argument.name for argument in subject.arguments}
-    return form.mode != "parallel" or not names & {"beta", "b"} or (sizes.T <= 33 and sizes.K > 1)
+    additive = subject.recurrence is None or subject.recurrence.write is Write.ADDITIVE
+    return form.mode != "parallel" or additive or (sizes.T <= 33 and sizes.K > 1)

@@ -10,7 +10,7 @@ from laws.cases import ENGINE
 from torch import Tensor
 
 from linattn import engine
-from linattn.backends._protocol import MatrixInputs, repeat_heads
+from linattn.backends._protocol import MatrixInputs, SelectiveInputs, repeat_heads
 from linattn.backends.chunked import Chunked
 from linattn.recurrence import Mode
 from linattn.testing import (
@@ -32,6 +32,8 @@ FORM = Form("faulty", "chunkwise")
 Result = tuple[Tensor, Tensor]
 Run = Callable[[MatrixInputs], Result]
 Fault = Callable[[Run, MatrixInputs], Result]
+SelectiveRun = Callable[[SelectiveInputs], Result]
+SelectiveFault = Callable[[SelectiveRun, SelectiveInputs], Result]
 
 
 class _Faulty(Chunked):
@@ -295,3 +297,57 @@ def test_faults_of_the_scan_are_found(name: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(engine.BACKENDS, "faulty", Late())
     with pytest.raises(AssertionError):
         law_accuracy(Case(ENGINE[name]), FORM)
+
+
+def step_off_by_one_token(run: SelectiveRun, x: SelectiveInputs) -> Result:
+    return run(x._replace(dt=x.dt.roll(1, 1)))
+
+
+def rate_of_one_number_for_all(run: SelectiveRun, x: SelectiveInputs) -> Result:
+    return run(x._replace(A=x.A[:, :1].expand_as(x.A)))
+
+
+def groups_dealt_the_other_way(run: SelectiveRun, x: SelectiveInputs) -> Result:
+    repeats = x.x.shape[2] // x.B.shape[2]
+    return run(x._replace(B=x.B.repeat(1, 1, repeats, 1), C=x.C.repeat(1, 1, repeats, 1)))
+
+
+def segments_apart(run: SelectiveRun, x: SelectiveInputs) -> Result:
+    first, rest = (
+        x._replace(**{name: getattr(x, name)[:, part] for name in ("x", "dt", "B", "C")})
+        for part in (slice(64), slice(64, None))
+    )
+    y, h = run(rest._replace(state=None))
+    return torch.cat([run(first)[0], y], 1), h
+
+
+def gradient_of_the_last_state_dropped(run: SelectiveRun, x: SelectiveInputs) -> Result:
+    y, h = run(x)
+    return y, h.detach() + 0 * y.sum()
+
+
+def gradient_of_the_step_through_the_decay_dropped(run: SelectiveRun, x: SelectiveInputs) -> Result:
+    return run(x._replace(dt=x.dt.detach(), x=x.x * x.dt / x.dt.detach().clamp_min(1e-30)))
+
+
+SELECTIVE_FAULTS = (
+    step_off_by_one_token,
+    rate_of_one_number_for_all,
+    groups_dealt_the_other_way,
+    segments_apart,
+    gradient_of_the_last_state_dropped,
+    gradient_of_the_step_through_the_decay_dropped,
+)
+
+
+@pytest.mark.parametrize("fault", SELECTIVE_FAULTS, ids=lambda fault: fault.__name__)
+def test_faults_of_the_selective_scan_are_found(fault: SelectiveFault, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(Chunked):
+        name = "faulty"
+
+        def selective_scan(self, inputs: SelectiveInputs, mode: Mode | None) -> Result:
+            return fault(lambda x: Chunked.selective_scan(_SOUND, x, mode), inputs)
+
+    monkeypatch.setitem(engine.BACKENDS, "faulty", Wrong())
+    with pytest.raises(AssertionError):
+        law_accuracy(Case(ENGINE["selective"]), FORM)

@@ -24,7 +24,7 @@ def test_recurrences(subject: Subject, form: Form) -> None:
     law_gradients(Case(subject, TINY, torch.float64), form)
 
 
-@pytest.mark.parametrize("name", ["token_channel+low_rank+before", "token_head+delta+after", "scan+token"])
+@pytest.mark.parametrize("name", ["token_channel+low_rank+before", "token_head+delta+after", "scan+token", "selective"])
 def test_packed(name: str) -> None:
     subject = ENGINE[name]
     law_gradients(Case(subject, TINY, torch.float64, lengths=(2, 0, 1, 2)), Form("chunked", "chunkwise"))
@@ -39,7 +39,7 @@ def test_under_strong_gates(subject: Subject, form: Form, gates: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["token_channel+low_rank+before+bonus", "token_head+delta+after"])
+@pytest.mark.parametrize("name", ["token_channel+low_rank+before+bonus", "token_head+delta+after", "selective"])
 def test_across_chunks(name: str) -> None:
     sizes = Sizes(B=1, T=67, G=1, H=1, K=1, V=1)
     law_gradients(Case(ENGINE[name], sizes, torch.float64), Form("chunked", "chunkwise"))

@@ -33,7 +33,7 @@ def test_expanded(subject: Subject, form: Form) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["token_channel+low_rank+before+bonus", "channel+delta+after", "scan+token", "scan+fixed"]
+    "name", ["token_channel+low_rank+before+bonus", "channel+delta+after", "scan+token", "scan+fixed", "selective"]
 )
 def test_layouts_of_the_engine(name: str) -> None:
     for layout in LAYOUTS:

@@ -13,6 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from linattn.testing import AUTO, Case, Form, Sizes, Subject, call, evaluate, law_run
 
+# torch.compile makes an instance of every autograd.Function, which torch warns of.
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
 SMALL = Sizes(B=2, T=35, G=1, H=2, K=8, V=8)
 
 
@@ -40,7 +43,14 @@ def test_one_graph_of_packed_sequences(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["token_channel+low_rank+before+bonus", "channel+delta+after", "none+additive+after+sum", "scan+token"]
+    "name",
+    [
+        "token_channel+low_rank+before+bonus",
+        "channel+delta+after",
+        "none+additive+after+sum",
+        "scan+token",
+        "selective",
+    ],
 )
 def test_one_graph_of_the_engine(name: str) -> None:
     case = Case(ENGINE[name], SMALL)
@@ -56,7 +66,7 @@ def test_inductor(name: str) -> None:
     law_run(case, lambda case: call(dataclasses.replace(case, subject=graph), AUTO), "inductor")
 
 
-@pytest.mark.parametrize("name", ["gated_delta_rule", "gated_linear_attention", "retention"])
+@pytest.mark.parametrize("name", ["gated_delta_rule", "gated_linear_attention", "retention", "mamba"])
 def test_one_graph_for_every_length(name: str) -> None:
     """dynamic=True: another number of tokens compiles nothing anew."""
     subject = Subject.of(name)
@@ -101,6 +111,8 @@ class _Recorder(TorchDispatchMode):
         ("token_channel+delta+after", (3, 0, 10), torch.float32),
         ("token_channel+low_rank+after", (), torch.float32),
         ("scan+token", (), torch.float32),
+        ("selective", (), torch.bfloat16),
+        ("selective", (3, 0, 10), torch.float32),
     ],
 )
 def test_the_registered_ops(name: str, lengths: tuple[int, ...], dtype: torch.dtype) -> None:

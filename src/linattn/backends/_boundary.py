@@ -6,6 +6,7 @@ node with a known shape.
     linattn::matrix_forward   -> output, final state, and what the backward keeps: low-rank writes, states on the way
     linattn::matrix_backward  -> gradients of q, k, v, g, beta, a, b, u, state (empty where the input was absent)
     linattn::scan             -> all elementwise states; its backward is itself, run backwards in time
+    linattn::selective_forward, linattn::selective_backward -> the selective scan in the same way
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from linattn.backends._protocol import MatrixInputs, check_values, state_dtype
+from linattn.backends._protocol import MatrixInputs, SelectiveInputs, check_steps, check_values, state_dtype
 from linattn.recurrence import Read, Write
 
 
@@ -69,7 +70,44 @@ class Kernel(ABC):
         """h_t = decay_t * h_{t-1} + x_t for x, decay [B, T, D] and h_{-1} = state [B, D]."""
 
 
+class SelectiveGrads(NamedTuple):
+    """Gradients of the inputs of the same names."""
+
+    x: Tensor
+    dt: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    state: Tensor
+
+
+class SelectiveKernel(ABC):
+    """The compute of a backend behind the ops of the selective scan; ``ends`` as for :class:`Kernel`.
+
+    ``reads_gates`` False: it finds steps and rates out of range by itself.
+    """
+
+    reads_gates = True
+
+    @abstractmethod
+    def states_shape(self, x: SelectiveInputs) -> list[int]:
+        """Shape of the states that the backward keeps."""
+
+    @abstractmethod
+    def forward(
+        self, x: SelectiveInputs, ends: list[int] | None, mode: str, save: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Output, final state, and the states that the backward keeps when ``save``."""
+
+    @abstractmethod
+    def backward(
+        self, x: SelectiveInputs, ends: list[int] | None, mode: str, states: Tensor, dy: Tensor, dh: Tensor
+    ) -> SelectiveGrads:
+        """Gradients, given those of the output and of the final state."""
+
+
 KERNELS: dict[str, Kernel] = {}
+SELECTIVE: dict[str, SelectiveKernel] = {}
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? a, Tensor? b, Tensor? u, Tensor? state, "
@@ -82,6 +120,14 @@ _library.define(
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _library.define("scan(Tensor x, Tensor decay, Tensor state, str kernel) -> Tensor")
+_SELECTIVE = (
+    "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? state, Tensor? cu_seqlens, str mode, str kernel"
+)
+_library.define(f"selective_forward({_SELECTIVE}, bool save) -> (Tensor, Tensor, Tensor)")
+_library.define(
+    f"selective_backward(Tensor dy, Tensor? dh, Tensor states, {_SELECTIVE}) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
 _ARITY = 10  # tensors among _INPUTS
 
 
@@ -170,15 +216,69 @@ def _scan_gradient(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
     return adjoint, adjoint * before, (decay[:, :1] * adjoint[:, :1]).sum(1), None
 
 
+def _selective_state(x: SelectiveInputs) -> Tensor:
+    rows = x.x.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
+    return x.x.new_empty(rows, *x.A.shape, dtype=state_dtype(x.x.dtype))
+
+
+def _selective_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *tensors, mode, kernel, save = args
+    x, run = SelectiveInputs(*tensors), SELECTIVE[kernel]
+    ends = check_steps(x) if run.reads_gates else check_values(None, x.cu_seqlens, x.x.shape[1])
+    with torch.autocast(x.x.device.type, enabled=False):
+        return run.forward(x, ends, mode, save)
+
+
+def _selective_forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *tensors, _, kernel, save = args
+    x = SelectiveInputs(*tensors)
+    shape = SELECTIVE[kernel].states_shape(x) if save else [0]
+    return x.x.new_empty(x.x.shape), _selective_state(x), x.x.new_empty(shape, dtype=state_dtype(x.x.dtype))
+
+
+def _selective_backward(dy: Tensor, dh: Tensor | None, states: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    *tensors, mode, kernel = args
+    x = SelectiveInputs(*tensors)
+    ends = check_values(None, x.cu_seqlens, x.x.shape[1])
+    dh = torch.zeros_like(_selective_state(x)) if dh is None else dh
+    with torch.autocast(x.x.device.type, enabled=False):
+        return SELECTIVE[kernel].backward(x, ends, mode, states, dy, dh)
+
+
+def _selective_backward_fake(dy: Tensor, dh: Tensor | None, states: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    x = SelectiveInputs(*args[:-2])
+    return (*(t.new_empty(t.shape) for t in x[:5]), _selective_state(x))
+
+
+def _selective_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, mode, kernel, _ = inputs
+    ctx.save_for_backward(*tensors, output[2])
+    ctx.rest = mode, kernel
+    ctx.set_materialize_grads(False)
+
+
+def _selective_gradient(ctx: Any, dy: Tensor | None, dh: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    *tensors, states = ctx.saved_tensors
+    dy = torch.zeros_like(tensors[0]) if dy is None else dy
+    grads = torch.ops.linattn.selective_backward(dy, dh, states, *tensors, *ctx.rest)
+    return (*(grad if need else None for grad, need in zip(grads, ctx.needs_input_grad, strict=False)), *(None,) * 4)
+
+
 for _name, _impl, _fake in (
     ("matrix_forward", _forward, _forward_fake),
     ("matrix_backward", _backward, _backward_fake),
     ("scan", _scan, _scan_fake),
+    ("selective_forward", _selective_forward, _selective_forward_fake),
+    ("selective_backward", _selective_backward, _selective_backward_fake),
 ):
     _library.impl(_name, _impl, "CompositeExplicitAutograd")
     torch.library.register_fake(f"linattn::{_name}", _fake, lib=_library)
 torch.library.register_autograd("linattn::matrix_forward", _gradient, setup_context=_setup, lib=_library)
 torch.library.register_autograd("linattn::scan", _scan_gradient, setup_context=_scan_setup, lib=_library)
+
+torch.library.register_autograd(
+    "linattn::selective_forward", _selective_gradient, setup_context=_selective_setup, lib=_library
+)
 
 
 def matrix(x: MatrixInputs, mode: str, kernel: str) -> tuple[Tensor, Tensor]:
@@ -197,7 +297,7 @@ def scan(x: Tensor, g: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, 
     start = x.new_zeros(rows, D, dtype=dtype) if state is None else state.to(dtype)
     if cu_seqlens is None:
         h = torch.ops.linattn.scan(h, decay, start, kernel)
-        return h.to(x.dtype), h[:, -1] if T else start
+        return h.to(x.dtype), h[:, -1].clone() if T else start
     ends = cu_seqlens.to(torch.int64)
     filled = ends[1:] > ends[:-1]
     # an empty sequence has no first token: its (zero) contribution goes to token 0
@@ -209,3 +309,10 @@ def scan(x: Tensor, g: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, 
     h = torch.ops.linattn.scan(h.unsqueeze(0), decay.unsqueeze(0), x.new_zeros(1, D, dtype=dtype), kernel)
     final = torch.where(filled[:, None], h[0].index_select(0, (ends[1:] - 1).clamp_min(0)), start)
     return h.to(x.dtype), final
+
+
+def selective(x: SelectiveInputs, mode: str, kernel: str) -> tuple[Tensor, Tensor]:
+    """Run ``kernel`` on a selective scan."""
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)
+    y, h, _ = torch.ops.linattn.selective_forward(*x, mode, kernel, save)
+    return y, h

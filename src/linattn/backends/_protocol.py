@@ -33,6 +33,21 @@ class MatrixInputs(NamedTuple):
     read: Read
 
 
+class SelectiveInputs(NamedTuple):
+    """A selective scan, validated. G input and output maps divide the D channels; states are [S, D, N].
+
+    S is B, or the number of packed sequences.
+    """
+
+    x: Tensor  # [B, T, D]
+    dt: Tensor  # [B, T, D]
+    A: Tensor  # [D, N]
+    B: Tensor  # [B, T, G, N]
+    C: Tensor  # [B, T, G, N]
+    state: Tensor | None  # [S, D, N]
+    cu_seqlens: Tensor | None  # [S + 1]
+
+
 class Request(NamedTuple):
     """What a call asks of a backend, known before there are tensors; a size is None where it is not yet known."""
 
@@ -42,7 +57,6 @@ class Request(NamedTuple):
     recurrence: Recurrence
     key_size: int | None = None
     value_size: int | None = None
-    gate_gradient: bool = False  # whether the gate's gradient will be asked for
 
 
 class Backend(ABC):
@@ -63,10 +77,6 @@ class Backend(ABC):
         """What is asked that this backend can't do on any machine, if anything."""
         return None
 
-    def yields(self, request: Request) -> str | None:
-        """Why it leaves a call that it can serve to another backend, unless it is asked for by name."""
-        return None
-
     @abstractmethod
     def matrix(self, inputs: MatrixInputs, mode: Mode | None) -> tuple[Tensor, Tensor]:
         """Output [B, T, H, V] in v's dtype and final state [N, H, K, V] in :func:`state_dtype`."""
@@ -76,6 +86,13 @@ class Backend(ABC):
         self, x: Tensor, g: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, mode: Mode | None
     ) -> tuple[Tensor, Tensor]:
         """All states h [B, T, D] in x's dtype and the final state [N, D] in :func:`state_dtype`."""
+
+    def selective_scan(self, inputs: SelectiveInputs, mode: Mode | None) -> tuple[Tensor, Tensor]:
+        """Output [B, T, D] in x's dtype and final state [S, D, N] in :func:`state_dtype`.
+
+        Optional: a backend without it refuses the recurrence in :meth:`unsuited`.
+        """
+        raise NotImplementedError(f"the {self.name} backend refuses selective scans")
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -87,6 +104,13 @@ def check_values(g: Tensor | None, cu_seqlens: Tensor | None, length: int) -> li
     """The checks that must look at the data, and the boundaries of packed sequences."""
     _checks.log_decay(g)
     return None if cu_seqlens is None else _checks.boundaries(cu_seqlens, length)
+
+
+def check_steps(x: SelectiveInputs) -> list[int] | None:
+    """As :func:`check_values`, of a selective scan."""
+    _checks.steps(x.dt)
+    _checks.rates(x.A)
+    return None if x.cu_seqlens is None else _checks.boundaries(x.cu_seqlens, x.x.shape[1])
 
 
 def repeat_heads(x: Tensor, heads: int, dim: int = 2) -> Tensor:

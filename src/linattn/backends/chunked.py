@@ -36,11 +36,21 @@ import torch
 from torch import Tensor
 
 from linattn.backends import _boundary
-from linattn.backends._boundary import KERNELS, Grads, Kernel, Saved
+from linattn.backends._boundary import KERNELS, SELECTIVE, Grads, Kernel, Saved
+from linattn.backends._elementwise import elementwise
 from linattn.backends._packing import Bucket, buckets
-from linattn.backends._protocol import Backend, MatrixInputs, check_values, repeat_heads, state_dtype
+from linattn.backends._protocol import (
+    Backend,
+    MatrixInputs,
+    Request,
+    SelectiveInputs,
+    check_values,
+    repeat_heads,
+    state_dtype,
+)
+from linattn.backends._selective import Segments, one_token
 from linattn.backends._token import token
-from linattn.recurrence import Mode, Read, Write
+from linattn.recurrence import Engine, Mode, Read, Write
 
 CHUNK = 64
 LOW_RANK_CHUNK = 32  # the triangular system of a longer one loses precision
@@ -144,13 +154,15 @@ def _from_right(x: Tensor) -> Tensor:
 class _Rows:
     """Rows that read (``left``) or write the state: raw, rescaled, and their gradients.
 
-    ``late``: left rows that read the state before their own token's decay. ``d_state`` is the gradient of the rescaled
-    rows through the state, ``d_pair`` that through the pairs inside the chunk, of rescaled (ordinary) or raw (strong)
-    rows.
+    ``scaled`` rows meet each other, by way of the chunk's anchor; ``outer`` ones meet the state at the chunk's start
+    (left) or end. ``late``: left rows that read the state before their own token's decay. ``d_state`` is the gradient
+    of the rescaled rows through the state, ``d_pair`` that through the pairs inside the chunk, of rescaled (ordinary)
+    or raw (strong) rows.
     """
 
     raw: Tensor
     scaled: Tensor
+    outer: Tensor
     left: bool
     late: bool
     d_state: Tensor | None = None
@@ -165,8 +177,8 @@ class _Decays(ABC):
     of which most cancel would lose the small gradients of strong gates.
     """
 
-    head: Tensor | None = None  # decay from the chunk's start to its anchor
-    post: Tensor | None = None  # what writes decay by, from the anchor to the chunk's end
+    head: Tensor | None = None  # decay from the chunk's start to its anchor; None: the anchor is where rows meet states
+    post: Tensor | None = None  # decay from the anchor to the chunk's end
     whole: Tensor | None = None  # decay of the whole chunk
     dg: Tensor | None = None
     later: Tensor | None = None  # rows' parts of it that every token up to theirs shares
@@ -178,7 +190,7 @@ class _Decays(ABC):
 
     @abstractmethod
     def weight(self, left: bool, late: bool) -> Tensor | None:
-        """What rows are scaled by to meet the state; None is 1."""
+        """What rows are scaled by to meet at the anchor; None is 1."""
 
     @abstractmethod
     def pair(self, x: _Rows, y: _Rows, strict: bool) -> Tensor:
@@ -189,19 +201,27 @@ class _Decays(ABC):
         """The rows' gradients (and the gates') through P = pair(x, y), given that of P."""
 
     def rows(self, x: Tensor, left: bool, late: bool = False) -> _Rows:
-        """Rows, scaled to meet the state."""
-        weight = self.weight(left, late)
-        return _Rows(x, x if weight is None else x * weight, left, late)
+        """Rows, scaled to meet each other and the state."""
+        weight, rest = self.weight(left, late), self._rest(left)
+        scaled = x if weight is None else x * weight
+        outer = scaled if weight is None or rest is None else x * (weight * rest)
+        return _Rows(x, scaled, outer, left, late)
+
+    def _rest(self, left: bool) -> Tensor | None:
+        """The decay between the anchor and the end of the chunk where rows meet the state."""
+        rest = self.head if left else self.post
+        return None if rest is None else rest.unsqueeze(-2)
 
     @abstractmethod
     def gradient(self, rows: _Rows) -> Tensor:
         """Gradient of the raw rows, all told."""
 
-    def through_state(self, rows: _Rows, d_scaled: Tensor) -> None:
-        """Take the gradient of the rescaled rows through the state (before any pair's) and collect the gates'."""
-        rows.d_state = d_scaled
+    def through_state(self, rows: _Rows, d_outer: Tensor) -> None:
+        """Take the gradient of the outer rows through the state (before any pair's) and collect the gates'."""
+        rest = self._rest(rows.left)
+        rows.d_state = d_outer if rest is None else d_outer.mul_(rest)
         if self.need_g:  # a left row is decayed by the tokens l ≤ i (late: l < i), a written one by those after it
-            self._collect_rows(rows, self._sum(rows.scaled * d_scaled), rows.left)
+            self._collect_rows(rows, self._sum(rows.scaled * rows.d_state), rows.left)
 
     def _collect_rows(self, rows: _Rows, z: Tensor, up_to: bool) -> None:
         if rows.late:
@@ -211,10 +231,10 @@ class _Decays(ABC):
         else:
             self.earlier = _add(self.earlier, z)
 
-    def gate_gradient(self, Ms: Tensor, dWs: Tensor) -> Tensor:
-        """dg [n, B, H, C, D], with the path that crosses the whole chunk."""
-        across = self._sum((Ms * dWs).sum(-1))
-        if self.post is None and self.whole is not None:
+    def gate_gradient(self, Ss: Tensor, dSs: Tensor) -> Tensor:
+        """dg [n, B, H, C, D], with the path that crosses the whole chunk, from the state before it to the one after."""
+        across = self._sum((Ss * dSs).sum(-1))
+        if self.whole is not None:
             across = across * self.whole
         dg = across.unsqueeze(-2) + (0 if self.dg is None else self.dg)
         if self.later is not None:
@@ -358,66 +378,53 @@ class _Strong(_Decays):
         return total
 
 
-def _columns(x: Tensor, decay: Tensor | None, states: bool = False) -> Tensor:
-    """x with its key channels scaled: rows [n, B, H, C, K], or with ``states`` [n, B, H, K, V], by decay [.., D]."""
-    return x if decay is None else x * decay.unsqueeze(-1 if states else -2)
-
-
 def _walk(
-    d: _Decays, S: Tensor, added: Tensor | None, low_rank: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Chunk after chunk: states at the anchors Ms [n, B, H, K, V], between chunks Ss [n + 1, ...], and the writes U.
+    d: _Decays, S: Tensor, added: Tensor | None, low_rank: tuple[Tensor, Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Chunk after chunk: the states between them, Ss [n + 1, B, H, K, V], and the low-rank writes U.
 
-    Each chunk adds ``added`` and, with ``low_rank`` = (inverse, base, left, right), right^T U, where
-    U = inverse (base + left M).
+    Each chunk adds ``added`` and, with ``low_rank`` = (base, left, right), right^T U, where U = base + left S.
     """
     n = (added if added is not None else low_rank[0]).shape[0]  # type: ignore[index]
-    added = None if added is None else _columns(added, d.post, states=True)
     Ss = S.new_empty(n + 1, *S.shape)
     Ss[0] = S
-    U = None
-    if low_rank is not None:
-        inverse, base, left, right = low_rank
-        left, right, U = _columns(left, d.head), _columns(right, d.post), torch.empty_like(base)
+    U = None if low_rank is None else torch.empty_like(low_rank[0])
     for i in range(n):
-        carried = _scaled_state(Ss[i], d.whole, i)
-        if added is not None:
-            carried = torch.add(carried, added[i], out=Ss[i + 1])
-        if U is not None:
-            rest = torch.baddbmm(*(t[i].flatten(0, 1) for t in (base, left, Ss)))
-            torch.bmm(inverse[i].flatten(0, 1), rest, out=U[i].flatten(0, 1))
-            out = Ss[i + 1].flatten(0, 1)
-            torch.baddbmm(carried.flatten(0, 1), right[i].flatten(0, 1).mT, U[i].flatten(0, 1), out=out)
-    return _columns(Ss[:n], d.head, states=True), Ss, U
+        _carry(Ss[i], d, i, None if added is None else added[i], out=Ss[i + 1])
+        if U is not None and low_rank is not None:
+            base, left, right = (t[i].flatten(0, 1) for t in low_rank)
+            written, out = U[i].flatten(0, 1), Ss[i + 1].flatten(0, 1)
+            torch.baddbmm(base, left, Ss[i].flatten(0, 1), out=written)
+            torch.baddbmm(out, right.mT, written, out=out)
+    return Ss, U
 
 
 def _walk_back(
-    d: _Decays, dS: Tensor, read: Tensor, dU: Tensor | None, low_rank: tuple[Tensor, Tensor, Tensor] | None
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The walk backwards: dWs [n, ...], the gradient of what the chunks write, dX of ``base``, and dS at the start.
+    d: _Decays, dS: Tensor, read: Tensor, dU: Tensor | None, low_rank: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """The walk backwards: dSs [n, ...], the gradients of the states after the chunks, and that of the first state.
 
-    ``read`` = q^T do; ``dU``, do's part of the writes' gradient, is completed; ``low_rank`` = (inverse, left, right).
+    ``read`` = q^T do; ``dU``, do's part of the writes' gradient, is completed; ``low_rank`` = (left, right).
     """
     n = read.shape[0]
-    read = _columns(read, d.head, states=True)
-    dSs, through = torch.empty_like(read), None
-    if low_rank is not None:
-        inverse, left, right = low_rank
-        through, right = _columns(inverse @ left, d.head), _columns(right, d.post)
+    dSs = torch.empty_like(read)
     for i in reversed(range(n)):
         dSs[i] = dS
-        dS = read[i] + _scaled_state(dS, d.whole, i)
-        if through is not None and dU is not None:
+        dS = _carry(dSs[i], d, i, read[i], out=read[i])
+        if low_rank is not None and dU is not None:
+            left, right = (t[i].flatten(0, 1) for t in low_rank)
             flat_U, flat_S = dU[i].flatten(0, 1), dS.flatten(0, 1)
-            torch.baddbmm(flat_U, right[i].flatten(0, 1), dSs[i].flatten(0, 1), out=flat_U)
-            torch.baddbmm(flat_S, through[i].flatten(0, 1).mT, flat_U, out=flat_S)
-    dX = None if through is None or dU is None else inverse.mT @ dU
-    return _columns(dSs, d.post, states=True), dX, dS
+            torch.baddbmm(flat_U, right, dSs[i].flatten(0, 1), out=flat_U)
+            torch.baddbmm(flat_S, left.mT, flat_U, out=flat_S)
+    return dSs, dS
 
 
-def _scaled_state(S: Tensor, decay: Tensor | None, i: int) -> Tensor:
-    """S [B, H, K, V] decayed by that of chunk i [n or 1, B or 1, H, D]."""
-    return S if decay is None else S * decay[i if decay.shape[0] > 1 else 0].unsqueeze(-1)
+def _carry(S: Tensor, d: _Decays, i: int, added: Tensor | None, out: Tensor) -> Tensor:
+    """S [B, H, K, V] decayed by all of chunk i, plus ``added``."""
+    if d.whole is None:
+        return out.copy_(S) if added is None else torch.add(S, added, out=out)
+    decay = d.whole[i if d.whole.shape[0] > 1 else 0].unsqueeze(-1)
+    return torch.mul(S, decay, out=out) if added is None else torch.addcmul(added, S, decay, out=out)
 
 
 @dataclass
@@ -456,13 +463,14 @@ class _Segment:
         q, y, a, b = self.operands(d)
         added = low_rank = None
         if a is None or b is not None:
-            added = y.scaled.mT @ self.v
+            added = y.outer.mT @ self.v
         if a is not None:
             right = y if b is None else b
             base = self.v if b is None else d.pair(a, y, strict=True) @ self.v
-            low_rank = _inverse(d.pair(a, right, strict=True)), base, a.scaled, right.scaled
-        Ms, Ss, U = _walk(d, S, added, low_rank)
-        o = _product(q.scaled, Ms, self.attention(d, q, y) @ (U if U is not None and b is None else self.v))
+            inverse = _inverse(d.pair(a, right, strict=True))
+            low_rank = inverse @ base, inverse @ a.outer, right.outer
+        Ss, U = _walk(d, S, added, low_rank)
+        o = _product(q.outer, Ss[:-1], self.attention(d, q, y) @ (U if U is not None and b is None else self.v))
         if b is not None and U is not None:
             o = _product(d.pair(q, b, strict=q.late), U, o)
         return o, Ss, U
@@ -470,8 +478,8 @@ class _Segment:
     def states(self, d: _Decays, S: Tensor, U: Tensor | None) -> Tensor:
         """The states between the chunks, Ss [n + 1, ...], walked again."""
         _, y, _, b = self.operands(d)
-        added = y.scaled.mT @ (self.v if U is None or b is not None else U)
-        return _walk(d, S, added if b is None or U is None else _product(b.scaled.mT, U, added))[1]
+        added = y.outer.mT @ (self.v if U is None or b is not None else U)
+        return _walk(d, S, added if b is None or U is None else _product(b.outer.mT, U, added))[0]
 
     def backward(
         self, d: _Decays, Ss: Tensor, U: Tensor | None, do: Tensor, dS: Tensor
@@ -479,20 +487,23 @@ class _Segment:
         """Gradients of the segment's tensors by name, and of the state before it, given all states Ss."""
         q, y, a, b = self.operands(d)
         wrote = U if a is not None and b is None and U is not None else self.v  # a tied write's key is the term's too
-        Ms = _columns(Ss[:-1], d.head, states=True)
+        Ss = Ss[:-1]
         P = self.attention(d, q, y)
         dwrote = P.mT @ do
-        dU = low_rank = Q = L = None
+        dU = dX = inverse = low_rank = Q = L = None
         if a is not None:
             right = y if b is None else b
             L = d.pair(a, right, strict=True)
             Q = None if b is None else d.pair(q, b, strict=q.late)
             dU = dwrote if Q is None else Q.mT @ do
-            low_rank = _inverse(L), a.scaled, right.scaled
-        dWs, dX, dS = _walk_back(d, dS, q.scaled.mT @ do, dU, low_rank)
+            inverse = _inverse(L)
+            low_rank = inverse @ a.outer, right.outer
+        dSs, dS = _walk_back(d, dS, q.outer.mT @ do, dU, low_rank)
+        if inverse is not None and dU is not None:
+            dX = inverse.mT @ dU
 
-        d.through_state(q, do @ Ms.mT)
-        d.through_state(y, wrote @ dWs.mT)
+        d.through_state(q, do @ Ss.mT)
+        d.through_state(y, wrote @ dSs.mT)
         dP = do @ wrote.mT
         grads: dict[str, Tensor] = {}
         dq_bonus = dy_bonus = None
@@ -501,16 +512,16 @@ class _Segment:
             dq_bonus, dy_bonus = diagonal * self.u * y.raw, diagonal * self.u * q.raw
             grads["u"] = (diagonal * q.raw * y.raw).sum((0, 1, 3))
         if a is None or dX is None or U is None or L is None:
-            grads["v"] = _product(y.scaled, dWs, dwrote)
+            grads["v"] = _product(y.outer, dSs, dwrote)
         else:
-            d.through_state(a, dX @ Ms.mT)
+            d.through_state(a, dX @ Ss.mT)
             if b is None or Q is None:
                 grads["v"] = dX
                 d.pair_backward(dX @ U.mT, L, a, y, strict=True)
             else:
-                d.through_state(b, U @ dWs.mT)
+                d.through_state(b, U @ dSs.mT)
                 Lv = d.pair(a, y, strict=True)
-                grads["v"] = _product(Lv.mT, dX, _product(y.scaled, dWs, dwrote))
+                grads["v"] = _product(Lv.mT, dX, _product(y.outer, dSs, dwrote))
                 d.pair_backward(do @ U.mT, Q, q, b, strict=q.late)
                 d.pair_backward(dX @ U.mT, L, a, b, strict=True)
                 d.pair_backward(dX @ self.v.mT, Lv, a, y, strict=True)
@@ -529,7 +540,7 @@ class _Segment:
                 grads["a"], grads["b"] = da, d.gradient(b)
         grads["k"] = dy
         if d.need_g:
-            grads["g"] = d.gate_gradient(Ms, dWs)
+            grads["g"] = d.gate_gradient(Ss, dSs)
         return grads, dS
 
 
@@ -699,22 +710,7 @@ class _Chunks(Kernel):
         return dS
 
     def scan(self, x: Tensor, decay: Tensor, state: Tensor) -> Tensor:
-        """Rows of about sqrt(T) tokens side by side, then their carries one after another: exact, only products ≤ 1."""
-        B, T, D = x.shape
-        C = max(1, math.isqrt(T))
-        n = -(-T // C)
-        h = x.new_zeros(B, n * C, D)
-        h[:, :T] = x
-        A = x.new_ones(B, n * C, D)
-        A[:, :T] = decay
-        h, A = h.view(B, n, C, D), A.view(B, n, C, D)
-        for t in range(1, C):
-            h[:, :, t].addcmul_(A[:, :, t], h[:, :, t - 1])
-            A[:, :, t] *= A[:, :, t - 1]
-        for i in range(n):
-            h[:, i].addcmul_(A[:, i], state.unsqueeze(1))
-            state = h[:, i, -1]
-        return h.view(B, n * C, D)[:, :T].clone()
+        return elementwise(x, decay, state)
 
 
 class Chunked(Backend):
@@ -722,6 +718,11 @@ class Chunked(Backend):
 
     name = "chunked"
     modes = (Mode.CHUNKWISE, Mode.RECURRENT, Mode.PARALLEL)
+
+    def unsuited(self, request: Request) -> str | None:
+        if request.recurrence.engine is Engine.SELECTIVE and request.mode is Mode.PARALLEL:
+            return "a selective scan has no parallel form: that would be a matrix of all pairs of tokens a channel"
+        return None
 
     def matrix(self, inputs: MatrixInputs, mode: Mode | None) -> tuple[Tensor, Tensor]:
         x = inputs
@@ -735,6 +736,11 @@ class Chunked(Backend):
         if not torch.compiler.is_compiling():
             check_values(g, cu_seqlens, x.shape[1])
         return _boundary.scan(x, g, state, cu_seqlens, self.name)
+
+    def selective_scan(self, inputs: SelectiveInputs, mode: Mode | None) -> tuple[Tensor, Tensor]:
+        if inputs.x.shape[1] == 1 and inputs.cu_seqlens is None and mode in (None, Mode.RECURRENT):
+            return one_token(inputs)
+        return _boundary.selective(inputs, (mode or Mode.CHUNKWISE).value, self.name)
 
 
 def _one_token(x: MatrixInputs) -> tuple[Tensor, Tensor]:
@@ -756,3 +762,4 @@ def _one_token(x: MatrixInputs) -> tuple[Tensor, Tensor]:
 
 
 KERNELS[Chunked.name] = _Chunks()
+SELECTIVE[Chunked.name] = Segments()

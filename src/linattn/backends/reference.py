@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linattn.backends._protocol import Backend, MatrixInputs, Request, check_values, repeat_heads, state_dtype
+from linattn.backends._protocol import (
+    Backend,
+    MatrixInputs,
+    Request,
+    SelectiveInputs,
+    check_steps,
+    check_values,
+    repeat_heads,
+    state_dtype,
+)
 from linattn.backends._token import token
 from linattn.recurrence import Mode
 
@@ -39,6 +48,21 @@ def _matrix(x: MatrixInputs) -> tuple[Tensor, Tensor]:
         outputs.append(x.scale * o)
     o = torch.stack(outputs, 1) if outputs else x.v.new_zeros(B, 0, H, V, dtype=dtype)
     return o.to(x.v.dtype), S
+
+
+def _selective(x: SelectiveInputs) -> tuple[Tensor, Tensor]:
+    """Sequences of equal length, states [B, D, N]."""
+    (B, T, D), dtype = x.x.shape, state_dtype(x.x.dtype)
+    A, dt, u = (t.to(dtype) for t in (x.A, x.dt, x.x))
+    B_map, C_map = (repeat_heads(t, D).to(dtype) for t in (x.B, x.C))
+    h = u.new_zeros(B, *A.shape) if x.state is None else x.state.to(dtype)
+    outputs = []
+    for t in range(T):
+        step = dt[:, t].unsqueeze(-1)
+        h = (step * A).exp() * h + step * u[:, t].unsqueeze(-1) * B_map[:, t]
+        outputs.append((h * C_map[:, t]).sum(-1))
+    y = torch.stack(outputs, 1) if outputs else u.new_zeros(B, 0, D)
+    return y.to(x.x.dtype), h
 
 
 def _part(y: Tensor | None, start: int, end: int) -> Tensor | None:
@@ -88,3 +112,14 @@ class Reference(Backend):
             finals.append(h)
         out = torch.stack(states, 1) if states else x.new_zeros(B, 0, D, dtype=dtype)
         return out.to(x.dtype), torch.cat(finals)
+
+    def selective_scan(self, inputs: SelectiveInputs, mode: Mode | None) -> tuple[Tensor, Tensor]:
+        x, ends = inputs, check_steps(inputs)
+        with torch.autocast(x.x.device.type, enabled=False):
+            if ends is None:
+                return _selective(x)
+            rows = []
+            for n, (start, end) in enumerate(pairwise(ends)):
+                cut: dict[str, Any] = {name: getattr(x, name)[:, start:end] for name in ("x", "dt", "B", "C")}
+                rows.append(_selective(x._replace(**cut, state=None if x.state is None else x.state[n : n + 1])))
+            return torch.cat([y for y, _ in rows], 1), torch.cat([h for _, h in rows])

@@ -22,6 +22,7 @@ KINDS = [
         "token_head+low_rank+before",
         "token_channel+low_rank+after",
         "scan+token",
+        "selective",
     )
 ]
 SIZES = [

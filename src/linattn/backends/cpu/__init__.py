@@ -1,8 +1,9 @@
 """Compiled kernels for CPUs: the recurrence with its state in registers, forward, backward and one token.
 
-The kernels are C++ (csrc/kernels.cpp says how they work) in a shared library with a plain C interface. They run on as
-many threads as ``torch.get_num_threads()``, parallel over sequences, heads and value columns; memory is O(T (K + V))
-and a state for every 64 tokens where a gradient is needed.
+The kernels are C++ (csrc/kernels.cpp and csrc/selective.cpp say how they work) in a shared library with a plain C
+interface. They run on as many threads as ``torch.get_num_threads()``, parallel over sequences, heads and value columns
+(of a selective scan: sequences and channels); memory is O(T (K + V)), of a selective scan O(T (D + N)), and a state for
+every 64 tokens where a gradient is needed.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from linattn import _checks
 from linattn.backends import _boundary
-from linattn.backends._boundary import KERNELS, Grads, Kernel, Saved
-from linattn.backends._protocol import Backend, MatrixInputs, Request, check_values
+from linattn.backends._boundary import KERNELS, SELECTIVE, Grads, Kernel, Saved
+from linattn.backends._protocol import Backend, MatrixInputs, Request, SelectiveInputs, check_values
+from linattn.backends.cpu.layout import floats, parts_for, plain, scratch, threads_for, type_of
 from linattn.backends.cpu.library import (
     BLOCK,
     TYPES,
@@ -24,36 +26,11 @@ from linattn.backends.cpu.library import (
     matrix_problem,
     scan_problem,
 )
+from linattn.backends.cpu.selective import Selective
 from linattn.recurrence import Mode, Read, Write
 
-SMALL = 1 << 17  # multiplications, below which waking threads costs more than they save
-WASTE = 1.15  # idle threads, as a factor of the time, that are accepted before value columns are split
 _WRITES = {Write.ADDITIVE: 0, Write.DELTA: 1, Write.LOW_RANK: 2}
 _DECAYS = {1: 1, 2: 2, 3: 3, 4: 4}  # by the axes of g: [H], [H, K], [B, T, H], [B, T, H, K]
-
-
-def _plain(x: Tensor | None) -> Tensor | None:
-    """Contiguous and of a dtype that the library reads."""
-    if x is None:
-        return None
-    x = x.detach()
-    return (x if x.dtype in TYPES else x.float()).contiguous()
-
-
-def _type(x: Tensor | None) -> int:
-    return 0 if x is None else TYPES[x.dtype]
-
-
-def _parts(rows: int, threads: int, most: int) -> int:
-    """Into how many parts value columns are split: the fewest that keep the threads busy."""
-
-    def waste(parts: int) -> float:
-        return -(-rows * parts // threads) * threads / (rows * parts)
-
-    if threads == 1 or rows == 0:
-        return 1
-    enough = (parts for parts in range(1, most + 1) if waste(parts) <= WASTE)
-    return next(enough, min(range(1, most + 1), key=waste))
 
 
 class _Call:
@@ -63,20 +40,16 @@ class _Call:
         (self.B, self.T, self.H, self.V), self.G, self.K = x.v.shape, x.k.shape[2], x.k.shape[-1]
         self.native = native
         tensors = (x.q, x.k, x.v, x.g, x.beta, x.a, x.b)
-        self.q, self.k, self.v, self.g, self.beta, self.a, self.b = (_plain(t) for t in tensors)
+        self.q, self.k, self.v, self.g, self.beta, self.a, self.b = (plain(t) for t in tensors)
         if self.a is not None and self.b is not None and self.a.dtype != self.b.dtype:
             self.a, self.b = self.a.float(), self.b.float()
         self.u = None if x.u is None else x.u.detach().float().contiguous()
         self.state = None if x.state is None else x.state.detach().float().contiguous()
         self.ends = None if x.cu_seqlens is None else x.cu_seqlens.to(torch.int64).contiguous()
         self.rows = self.B if self.ends is None else self.ends.shape[0] - 1
-        work = self.B * self.T * self.H * self.K * self.V
-        self.threads = 1 if work < SMALL else torch.get_num_threads()
-        self.parts = _parts(self.rows * self.H, self.threads, max(1, -(-self.V // native.part)))
+        self.threads = threads_for(self.B * self.T * self.H * self.K * self.V)
+        self.parts = parts_for(self.rows * self.H, self.threads, max(1, -(-self.V // native.part)))
         self.write, self.before, self.scale = x.write, x.read is Read.BEFORE, x.scale
-
-    def floats(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device="cpu")  # whatever the default device is
 
     def problem(self, outputs: list[Tensor | None], key_type: int = 0) -> tuple[bytes, Tensor]:
         """The problem, and its scratch, which must outlive the call."""
@@ -86,12 +59,11 @@ class _Call:
         sizes = [
             self.rows, self.T, self.B * self.T, self.G, self.H, self.K, self.V,
             _WRITES[self.write], self.before, decay,
-            _type(self.v), _type(self.g), _type(self.beta), _type(self.a), key_type, self.parts, self.threads,
+            type_of(self.v), type_of(self.g), type_of(self.beta), type_of(self.a), key_type, self.parts, self.threads,
         ]  # fmt: skip
         needed = self.native.scratch(matrix_problem([*pointers, 0], sizes, self.scale))
-        scratch = self.floats(self.threads * needed + 16)  # the library wants a cache line's start
-        aligned = address(scratch) + (-address(scratch)) % 64
-        return matrix_problem([*pointers, aligned], sizes, self.scale), scratch
+        memory, start = scratch(self.threads, needed)
+        return matrix_problem([*pointers, start], sizes, self.scale), memory
 
 
 def _slots(x: MatrixInputs) -> int:
@@ -109,13 +81,13 @@ class _Native(Kernel):
 
     def forward(self, x: MatrixInputs, ends: list[int] | None, mode: str, save: bool) -> tuple[Tensor, Tensor, Saved]:
         call = _Call(x, loaded())
-        o, S = x.v.new_empty(x.v.shape), call.floats(call.rows, call.H, call.K, call.V)
-        saved = Saved(*(call.floats(*shape) for shape in self.saved_shapes(x, mode))) if save else None
+        o, S = x.v.new_empty(x.v.shape), floats(call.rows, call.H, call.K, call.V)
+        saved = Saved(*(floats(*shape) for shape in self.saved_shapes(x, mode))) if save else None
         kept = [None, None] if saved is None else [None if x.write is Write.ADDITIVE else saved.writes, saved.states]
         problem, _scratch = call.problem([o, S, *kept, *[None] * 11])
         if not call.native.forward(problem):
             _checks.log_decay(x.g)
-        return o, S, saved or Saved(call.floats(0), call.floats(0))
+        return o, S, saved or Saved(floats(0), floats(0))
 
     def backward(
         self, x: MatrixInputs, ends: list[int] | None, mode: str, saved: Saved, do: Tensor, dS: Tensor, need_g: bool
@@ -129,16 +101,16 @@ class _Native(Kernel):
         alone = parts == 1 and call.G == H  # each number of dq and dk comes from one task
         key_type = x.k.dtype if alone else torch.float32
         dq, dk = (x.k.new_empty(parts, B, T, H, K, dtype=key_type) for _ in range(2))
-        dv, dstate = x.v.new_empty(x.v.shape), call.floats(rows, H, K, call.V)
+        dv, dstate = x.v.new_empty(x.v.shape), floats(rows, H, K, call.V)
         dg = dbeta = da = db = du = None
         if x.g is not None and need_g:
-            dg = call.floats(parts, *([rows] if x.g.dim() < 3 else []), *x.g.shape)
+            dg = floats(parts, *([rows] if x.g.dim() < 3 else []), *x.g.shape)
         if x.beta is not None:
-            dbeta = call.floats(parts, *x.beta.shape)
+            dbeta = floats(parts, *x.beta.shape)
         if x.a is not None:
-            da, db = call.floats(parts, *x.a.shape), call.floats(parts, *x.a.shape)
+            da, db = floats(parts, *x.a.shape), floats(parts, *x.a.shape)
         if x.u is not None:
-            du = call.floats(parts, rows, *x.u.shape)
+            du = floats(parts, rows, *x.u.shape)
         writes = None if x.write is Write.ADDITIVE else saved.writes
         given = [None, None, writes, saved.states.contiguous(), do, dS]
         problem, _scratch = call.problem([*given, dq, dk, dv, dg, dbeta, da, db, du, dstate], TYPES[key_type])
@@ -159,7 +131,7 @@ class _Native(Kernel):
     def scan(self, x: Tensor, decay: Tensor, state: Tensor) -> Tensor:
         x, decay, state = (t.detach().float().contiguous() for t in (x, decay, state))
         h = torch.empty_like(x)
-        threads = 1 if x.numel() < SMALL else torch.get_num_threads()
+        threads = threads_for(x.numel())
         loaded().scan(scan_problem([address(t) for t in (x, decay, state, h)], [*x.shape, threads]))
         return h
 
@@ -210,5 +182,17 @@ class Cpu(Backend):
             check_values(g, cu_seqlens, x.shape[1])
         return _boundary.scan(x, g, state, cu_seqlens, self.name)
 
+    def selective_scan(self, inputs: SelectiveInputs, mode: Mode | None) -> tuple[Tensor, Tensor]:
+        if (
+            inputs.x.shape[1] == 1
+            and inputs.cu_seqlens is None
+            and not torch.compiler.is_compiling()
+            and not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs))
+        ):  # as above
+            y, h, _ = SELECTIVE[self.name].forward(inputs, None, Mode.RECURRENT.value, False)
+            return y, h
+        return _boundary.selective(inputs, (mode or Mode.RECURRENT).value, self.name)
+
 
 KERNELS[Cpu.name] = _Native()
+SELECTIVE[Cpu.name] = Selective()

@@ -22,7 +22,8 @@ NAME = "liblinattn_cpu" + {"Darwin": ".dylib", "Windows": ".dll"}.get(platform.s
 # Products may fuse with sums; nothing else of -ffast-math, as infinities and tiny numbers must behave.
 FLAGS = ("-std=c++17", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-Wall")
 OPTIMIZED = ("-O3",)
-# One object file an instruction set: name, floats in a vector, flags.
+KERNELS = ("kernels", "selective")
+# One object file of each an instruction set: name, floats in a vector, flags.
 PLAIN = (("plain", 4, ()),)
 X86 = (
     *PLAIN,
@@ -78,9 +79,10 @@ def build(target: Path = HERE / NAME, *, flags: Sequence[str] = OPTIMIZED, openm
         objects = [str(folder / "interface.o")]
         _run([*common, "-c", str(SOURCES / "interface.cpp"), "-o", objects[0]])
         for level, lanes, machine in X86 if x86 else PLAIN:
-            objects.append(str(folder / f"{level}.o"))
-            defines = [f"-DLINATTN_LANES={lanes}", f"-DLINATTN_KERNELS={level}_kernels"]
-            _run([*common, *machine, *defines, "-c", str(SOURCES / "kernels.cpp"), "-o", objects[-1]])
+            defines = [f"-DLINATTN_LANES={lanes}", *(f"-DLINATTN_{s.upper()}={level}_{s}" for s in KERNELS)]
+            for source in KERNELS:
+                objects.append(str(folder / f"{level}_{source}.o"))
+                _run([*common, *machine, *defines, "-c", str(SOURCES / f"{source}.cpp"), "-o", objects[-1]])
         library = folder / NAME
         _run([*cxx, *flags, *parallel, "-shared", *objects, "-o", str(library)])
         target.parent.mkdir(parents=True, exist_ok=True)

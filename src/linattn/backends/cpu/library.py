@@ -16,12 +16,13 @@ from linattn.backends.cpu.build import HERE, NAME
 
 PATH = HERE / NAME
 LEVELS = ("plain", "avx2", "avx512")  # plain: SSE2 or NEON, whichever every machine of the kind has
-VERSION = 1  # of csrc/problem.h
+VERSION = 2  # of csrc/problem.h
 BLOCK = 64  # tokens between kept states, as there
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ISA = "LINATTN_CPU_ISA"
 _MATRIX = struct.Struct("26Q17qd")
 _SCAN = struct.Struct("4Q4q")
+_SELECTIVE = struct.Struct("19Q10q")
 
 
 class LibraryError(Exception):
@@ -34,6 +35,7 @@ class Library:
     def __init__(self, functions: ctypes.CDLL, level: int) -> None:
         self._functions, self.level = functions, level
         self.part = int(functions.linattn_part(level))
+        self.lanes = int(functions.linattn_selective_lanes(level))
 
     def scratch(self, problem: bytes) -> int:
         """Floats of scratch that a thread needs."""
@@ -51,6 +53,18 @@ class Library:
         """Writes every state."""
         self._functions.linattn_scan(self.level, problem)
 
+    def selective_scratch(self, problem: bytes) -> int:
+        """Floats of scratch that a thread needs."""
+        return int(self._functions.linattn_selective_scratch(self.level, problem))
+
+    def selective_forward(self, problem: bytes) -> bool:
+        """False if a step or a rate is out of range."""
+        return not self._functions.linattn_selective_forward(self.level, problem)
+
+    def selective_backward(self, problem: bytes) -> None:
+        """Writes every gradient."""
+        self._functions.linattn_selective_backward(self.level, problem)
+
 
 @functools.cache
 def _open(path: Path) -> ctypes.CDLL:
@@ -67,10 +81,12 @@ def _open(path: Path) -> ctypes.CDLL:
         raise LibraryError(f"its library does not load: {error}") from error
     if version != VERSION:
         raise LibraryError(f"its library {path} has version {version}, wanted {VERSION}: build it anew")
-    for name in ("best_level", "part", "scratch", "forward", "backward", "scan"):
+    selective = [f"selective_{name}" for name in ("lanes", "scratch", "forward", "backward")]
+    for name in ("best_level", "part", "scratch", "forward", "backward", "scan", *selective):
         function: Any = getattr(functions, f"linattn_{name}")
-        function.restype = None if name in ("backward", "scan") else ctypes.c_int64
-        function.argtypes = [ctypes.c_int64, ctypes.c_char_p][: {"best_level": 0, "part": 1}.get(name, 2)]
+        function.restype = None if name.endswith(("backward", "scan")) else ctypes.c_int64
+        arity = {"best_level": 0, "part": 1, "selective_lanes": 1}.get(name, 2)
+        function.argtypes = [ctypes.c_int64, ctypes.c_char_p][:arity]
     return functions
 
 
@@ -106,3 +122,8 @@ def matrix_problem(pointers: list[int], sizes: list[int], scale: float) -> bytes
 def scan_problem(pointers: list[int], sizes: list[int]) -> bytes:
     """csrc/problem.h's Scan."""
     return _SCAN.pack(*pointers, *sizes)
+
+
+def selective_problem(pointers: list[int], sizes: list[int]) -> bytes:
+    """csrc/problem.h's Selective."""
+    return _SELECTIVE.pack(*pointers, *sizes)

@@ -124,11 +124,6 @@ class Triton(Backend):
             return f"it has been checked on compute capability 9.0, not {capability[0]}.{capability[1]}"
         return None
 
-    def yields(self, request: Request) -> str | None:
-        if request.gate_gradient:
-            return "its gradient of the gate is a running sum whose rounding is not yet within the law"
-        return None
-
     def unsuited(self, request: Request) -> str | None:
         recurrence = request.recurrence
         if recurrence.engine is not Engine.MATRIX:

@@ -9,11 +9,17 @@
 // Plainly the recurrence, walked over blocks of BLOCK tokens: every product of decays appears as it is, so no gate is
 // too strong. A block's rows are first copied into packed float32 rows (q scaled, decays exponentiated, tails zero).
 //
-//   additive_tile   R keys x W vectors of values of S stay in registers for a whole block
+//   sweep_tile      R rows x W vectors of a state stay in registers for a whole block: the output of an additive write
+//                   and each of its gradients, with other letters in the parts of q, k and v
 //   low_rank_tile   all keys x W vectors in L1; one pass a token writes, reads o, and reads w of the next token
 //   adjoint_tile    the same backwards in time: X, reading dw_t = X_t^T b_t (k_t for delta)
 //   gradient_tile   S forwards from a kept state, then X backwards; here vectors run over keys and rows over values,
 //                   so that dq_t = S do, dk_t = X v, dg_t = S . X ... are sums over rows, which need no reduction
+//
+// The gradients of an additive write are three sweeps, and that of its gate a running sum within the block, from S . X
+// at its end on: what a token reads is decayed by the gates up to its own, what it writes by those after it,
+// dg_t - dg_{t+1} = q_t dq_t - k_t dk_t. Where all gates are strong, their gradients are too small to be had as
+// differences, and where they are fixed, they sum over all tokens: there gradient_tile sums S . X token by token.
 #include <cstdint>
 #ifdef _OPENMP
 #include <omp.h>
@@ -25,6 +31,8 @@ namespace linattn {
 namespace {
 
 #include "vector.h"
+// after it
+#include "scratch.h"
 
 #if LINATTN_LANES == 16 || defined(__aarch64__)
 constexpr int R = 8;  // keys of the forward's register tile, which is 2 vectors wide
@@ -32,40 +40,21 @@ constexpr int R = 8;  // keys of the forward's register tile, which is 2 vectors
 constexpr int R = 4;
 #endif
 constexpr int GR = 8, GW = 1;  // values, and vectors of keys, of the backward's
-constexpr int64_t LINE = 16;
-
-int thread() {
-#ifdef _OPENMP
-  return omp_get_thread_num();
-#else
-  return 0;
-#endif
-}
+constexpr int64_t SHORT = 16;   // tokens that the gate's gradient sums differences over
+constexpr double LASTS = 0.5;    // the mildest decay a token, in the mean over a block, that differences need
 
 // An odd number of cache lines, so that successive rows fall into different sets.
 int64_t stride_of(int64_t n) { return LINE * (ceil_to(n, LINE) / LINE | 1); }
-
-// Consecutive pieces of a thread's scratch; counts only, when it starts at null.
-struct Arena {
-  float* base;
-  int64_t used = 0;
-  float* take(int64_t n) {
-    float* piece = base ? base + used : nullptr;
-    used += ceil_to(n, LINE);
-    return piece;
-  }
-};
-
-void zero(float* x, int64_t n) { __builtin_memset(x, 0, n * sizeof(float)); }
 
 // Sizes and packed rows of a block. Rows of q, d_o and the keys have a zero row before the first and after the last.
 struct Block {
   int64_t K, V, Kp, Vp, ks, vs;  // Kp, Vp: padded to whole vectors; ks, vs: distance of rows
   float *q, *k, *d, *a, *b, *v, *o, *w, *e, *beta, *S;
   // backward only
-  double* fixed = nullptr;  // sums over tokens
+  double *fixed = nullptr, *across = nullptr;  // sums over tokens; S . X at the end of a block
   float *d_o = nullptr, *dw = nullptr, *d_e = nullptr, *dv = nullptr, *dq = nullptr, *dk = nullptr, *dg = nullptr,
-        *da = nullptr, *db = nullptr, *X = nullptr, *ST = nullptr, *XT = nullptr, *kept = nullptr, *sums = nullptr;
+        *da = nullptr, *db = nullptr, *X = nullptr, *ST = nullptr, *XT = nullptr, *kept = nullptr, *sums = nullptr,
+        *ends = nullptr;
 
   Block(const Matrix& p, int64_t columns, Arena& arena, bool backward) {
     K = p.K, V = columns;
@@ -81,11 +70,12 @@ struct Block {
     S = arena.take(Kp * vs);
     if (!backward) return;
     d_o = rows(vs), dv = rows(vs), dq = rows(ks), dk = rows(ks);
-    dg = p.decay ? rows(ks) : nullptr;
+    dg = p.dg || (p.decay && low) ? rows(ks) : nullptr;
     dw = low ? rows(vs) : nullptr, d_e = low ? rows(vs) : nullptr, da = low ? rows(ks) : nullptr;
     db = both ? rows(ks) : nullptr;
-    X = low ? arena.take(Kp * vs) : nullptr;
-    fixed = reinterpret_cast<double*>(arena.take(4 * Kp));
+    X = arena.take(Kp * vs);
+    fixed = reinterpret_cast<double*>(arena.take(4 * Kp)), across = reinterpret_cast<double*>(arena.take(2 * Kp));
+    ends = low || !p.dg ? nullptr : arena.take(BLOCK / SHORT * Vp * ks);
     ST = arena.take(Vp * ks), XT = arena.take(Vp * ks);
     kept = arena.take(BLOCK * GR * GW * L), sums = arena.take(BLOCK * GR * L);
   }
@@ -204,45 +194,69 @@ void write_state(const Matrix& p, const Task& t, const Block& m, const float* S,
 
 // ---- forward
 
-template <int D, bool Before, int W>
-void additive_tile(const Block& m, int64_t n, int64_t k0, int64_t v0) {
-  const int64_t ks = m.ks, vs = m.vs;
-  const float *q = m.q + k0, *k = m.k + k0, *v = m.v + v0, *d = D ? m.d + (D == 2 ? k0 : 0) : nullptr;
-  float *o = m.o + v0, *S = m.S + k0 * vs + v0;
-  Vec s[R][W];
+// The recurrence with other letters. x, y: broadcast along the vectors; z, out: along the rows of S. All point at their
+// rows of the first token; `broadcast`, `along`, `gates` lead to the next one, backwards in time where negative.
+struct Sweep {
+  const float *x, *y, *z, *d;
+  float *out, *S;
+  int64_t rows, lanes;  // of S
+  int64_t broadcast, along, gates, stride;
+};
+
+// FORWARD: S = d S + y z, out += x S. LATE reads first. BACKWARD: S = S + y z, out += x S, and the decay comes last.
+enum Order { FORWARD, LATE, BACKWARD };
+// Decays: of the whole state, of its rows, of its vectors' lanes.
+enum Gates { UNGATED, WHOLE, ROWS, LANES };
+
+template <int D, int O, int W>
+void sweep_tile(const Sweep& s, int64_t n, int64_t r0, int64_t c0) {
+  const float *x = s.x + r0, *y = s.y + r0, *z = s.z + c0, *d = s.d + (D == ROWS ? r0 : D == LANES ? c0 : 0);
+  float *out = s.out + c0, *S = s.S + r0 * s.stride + c0;
+  Vec state[R][W];
   for (int r = 0; r < R; r++)
-    for (int w = 0; w < W; w++) s[r][w] = load(S + r * vs + w * L);
-  for (int64_t t = 0; t < n; t++, q += ks, k += ks, d += D ? ks : 0, v += vs, o += vs) {
-    Vec x[W], even[W], odd[W], decay = D == 1 ? all(d[0]) : Vec{};
-    for (int w = 0; w < W; w++) x[w] = load(v + w * L), even[w] = load(o + w * L), odd[w] = Vec{};
+    for (int w = 0; w < W; w++) state[r][w] = load(S + r * s.stride + w * L);
+  for (int64_t t = 0; t < n; t++) {
+    Vec value[W], even[W], odd[W], decay[W];
+    for (int w = 0; w < W; w++) {
+      value[w] = load(z + w * L), even[w] = load(out + w * L), odd[w] = Vec{};
+      decay[w] = D == WHOLE ? all(d[0]) : D == LANES ? load(d + w * L) : Vec{};
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      const Vec kr = all(k[r]), qr = all(q[r]);
-      if (D == 2) decay = all(d[r]);
+      const Vec yr = all(y[r]), xr = all(x[r]), dr = D == ROWS ? all(d[r]) : Vec{};
 #pragma GCC unroll 2
       for (int w = 0; w < W; w++) {
-        Vec& sum = r & 1 ? odd[w] : even[w];
-        if (Before) sum += qr * s[r][w];
-        s[r][w] = D ? decay * s[r][w] + kr * x[w] : s[r][w] + kr * x[w];
-        if (!Before) sum += qr * s[r][w];
+        Vec &sum = r & 1 ? odd[w] : even[w], &v = state[r][w];
+        const Vec by = D == ROWS ? dr : decay[w];
+        if (O == LATE) sum += xr * v;
+        v = D && O != BACKWARD ? by * v + yr * value[w] : v + yr * value[w];
+        if (O != LATE) sum += xr * v;
+        if (D && O == BACKWARD) v *= by;
       }
     }
-    for (int w = 0; w < W; w++) store(o + w * L, even[w] + odd[w]);
+    for (int w = 0; w < W; w++) store(out + w * L, even[w] + odd[w]);
+    x += s.broadcast, y += s.broadcast, z += s.along, out += s.along, d += D ? s.gates : 0;
   }
   for (int r = 0; r < R; r++)
-    for (int w = 0; w < W; w++) store(S + r * vs + w * L, s[r][w]);
+    for (int w = 0; w < W; w++) store(S + r * s.stride + w * L, state[r][w]);
+}
+
+// `out` is added to.
+template <int D, int O>
+void sweep(const Sweep& s, int64_t n) {
+  for (int64_t c0 = 0; c0 < s.lanes; c0 += 2 * L)
+    for (int64_t r0 = 0; r0 < s.rows; r0 += R) {
+      if (c0 + 2 * L <= s.lanes)
+        sweep_tile<D, O, 2>(s, n, r0, c0);
+      else
+        sweep_tile<D, O, 1>(s, n, r0, c0);
+    }
 }
 
 template <int D, bool Before>
 void additive(const Block& m, int64_t n) {
   zero(m.o, n * m.vs);
-  for (int64_t v0 = 0; v0 < m.Vp; v0 += 2 * L)
-    for (int64_t k0 = 0; k0 < m.K; k0 += R) {
-      if (v0 + 2 * L <= m.Vp)
-        additive_tile<D, Before, 2>(m, n, k0, v0);
-      else
-        additive_tile<D, Before, 1>(m, n, k0, v0);
-    }
+  sweep<D, Before ? LATE : FORWARD>({m.q, m.k, m.v, m.d, m.o, m.S, m.K, m.Vp, m.ks, m.vs, m.ks, m.vs}, n);
 }
 
 // `next` becomes S^T a of the token after t.
@@ -497,14 +511,6 @@ void adjoint(const Block& m, int64_t n, int64_t shift) {
   if (v0 < m.Vp) adjoint_tile<D, Both, 1>(m, n, v0, shift);
 }
 
-inline float sum(Vec x) {
-  float y[L];
-  store(y, x);
-  for (int width = L / 2; width; width /= 2)
-    for (int i = 0; i < width; i++) y[i] += y[i + width];
-  return y[0];
-}
-
 // GR values x GW vectors of keys of S^T, then of X^T. wrote: the values that k writes (w for delta).
 template <int D, int Kind, bool Before, bool Gate>
 void gradient_tile(const Block& m, int64_t n, int64_t k0, int64_t v0) {
@@ -611,7 +617,6 @@ void gradients(const Block& m, int64_t n) {
 template <int D, int Kind>
 Walk gradient_walk_of(const Matrix& p) {
   constexpr bool gate = D != 0;
-  if (Kind == ADDITIVE && !p.dg) return p.before ? gradients<D, Kind, true, false> : gradients<D, Kind, false, false>;
   return p.before ? gradients<D, Kind, true, gate> : gradients<D, Kind, false, gate>;
 }
 
@@ -624,6 +629,79 @@ Walk gradient_walk_of(const Matrix& p) {
 
 Walk gradient_walk(const Matrix& p) {
   return p.decay == NONE ? gradient_walk_of<0>(p) : scalar_decay(p) ? gradient_walk_of<1>(p) : gradient_walk_of<2>(p);
+}
+
+// dg of n tokens from the i0-th on, by differences of q dq and k dk from S . X behind them (S^T given, X^T in
+// the place of S^T).
+template <bool Scalar, bool Before>
+void gates_by_differences(const Block& m, int64_t i0, int64_t n, const float* ST) {
+  double *later = m.across, whole = 0;
+  for (int64_t j = 0; j < m.Kp; j++) later[j] = 0;
+  for (int64_t r = 0; r < m.V; r++)
+    for (int64_t j = 0; j < m.Kp; j++) later[j] += ST[r * m.ks + j] * m.ST[r * m.ks + j];
+  for (int64_t j = 0; j < m.Kp; j++) whole += later[j];
+  for (int64_t i = i0 + n - 1; i >= i0; i--) {
+    const float *q = m.q + i * m.ks, *k = m.k + i * m.ks, *dq = m.dq + i * m.ks, *dk = m.dk + i * m.ks;
+    float* dg = m.dg + i * m.ks;
+    double read = 0, written = 0;
+    for (int64_t j = 0; j < m.Kp; j++) {
+      const double r = static_cast<double>(q[j]) * dq[j], w = static_cast<double>(k[j]) * dk[j];
+      read += r, written += w;
+      if (Scalar) continue;
+      const double here = later[j] - w + (Before ? 0 : r);
+      dg[j] = static_cast<float>(here);
+      later[j] = here + (Before ? r : 0);
+    }
+    if (!Scalar) continue;
+    const double here = whole - written + (Before ? 0 : read);
+    dg[0] = static_cast<float>(here);
+    whole = here + (Before ? read : 0);
+  }
+}
+
+// Three sweeps: dq, dk and dv; S^T, X^T and X move on. The gate's gradient starts anew every SHORT tokens, as rounding
+// adds up in what it sums.
+template <int D, bool Before>
+void additive_gradients(const Block& m, int64_t n) {
+  constexpr int lanes = D == ROWS ? LANES : D, forth = Before ? LATE : FORWARD, back = Before ? LATE : BACKWARD;
+  const int64_t ks = m.ks, vs = m.vs, length = m.dg ? SHORT : BLOCK;
+  zero(m.dv, n * vs);
+  for (int64_t i = 0; i < n; i += length) {
+    const int64_t k = i * ks, v = i * vs;
+    const float* d = D ? m.d + k : nullptr;
+    const Sweep dq = {m.d_o + v, m.v + v, m.k + k, d, m.dq + k, m.ST, m.V, m.Kp, vs, ks, ks, ks};
+    sweep<lanes, forth>(dq, least(length, n - i));
+    if (m.dg) __builtin_memcpy(m.ends + i / length * m.Vp * ks, m.ST, m.Vp * ks * sizeof(float));
+  }
+  for (int64_t i = (n - 1) / length * length; i >= 0; i -= length) {
+    const int64_t part = least(length, n - i), k = (i + part - 1) * ks, v = (i + part - 1) * vs;
+    const float* d = D ? m.d + k : nullptr;
+    const Sweep dk = {m.v + v, m.d_o + v, m.q + k, d, m.dk + k, m.XT, m.V, m.Kp, -vs, -ks, -ks, ks};
+    const Sweep dv = {m.k + k, m.q + k, m.d_o + v, d, m.dv + v, m.X, m.K, m.Vp, -ks, -vs, -ks, vs};
+    if (m.dg) __builtin_memcpy(m.ST, m.XT, m.Vp * ks * sizeof(float));  // X behind these tokens
+    sweep<lanes, back>(dk, part);
+    sweep<D, back>(dv, part);
+    if (D && m.dg) gates_by_differences<D == WHOLE, Before>(m, i, part, m.ends + i / length * m.Vp * ks);
+  }
+}
+
+Walk additive_walk(const Matrix& p) {
+  if (p.decay == NONE) return p.before ? additive_gradients<0, true> : additive_gradients<0, false>;
+  if (scalar_decay(p)) return p.before ? additive_gradients<1, true> : additive_gradients<1, false>;
+  return p.before ? additive_gradients<2, true> : additive_gradients<2, false>;
+}
+
+// Whether some gate of the block lasts, in the mean over its tokens.
+bool lasting(const Matrix& p, const Block& m, int64_t n) {
+  const int64_t D = scalar_decay(p) ? 1 : p.K;
+  double longest = 0, least_wanted = 1;
+  for (int64_t i = 0; i < n; i++) least_wanted *= LASTS;
+  for (int64_t j = 0; j < D; j++) {
+    double whole = 1;
+    for (int64_t i = 0; i < n; i++) whole *= m.d[i * m.ks + j];
+    longest = whole > longest ? whole : longest;
+  }
+  return longest >= least_wanted;
 }
 
 using AdjointWalk = void (*)(const Block&, int64_t, int64_t);
@@ -645,6 +723,15 @@ void transpose(const Block& m, float* ST, const float* S, int64_t stride) {
   }
 }
 
+// The way back: [columns, K] -> [K, columns].
+void transpose_back(const Block& m, float* S, const float* ST) {
+  for (int64_t c0 = 0; c0 < m.V; c0 += 16) {
+    const int64_t n = least(16, m.V - c0);
+    for (int64_t r = 0; r < m.K; r++)
+      for (int64_t c = 0; c < n; c++) S[r * m.vs + c0 + c] = ST[(c0 + c) * m.ks + r];
+  }
+}
+
 void write_transposed(const Matrix& p, const Task& t, const Block& m, const float* ST, float* to) {
   for (int64_t r = 0; r < m.K; r++)
     for (int64_t c = 0; c < t.columns; c++) to[r * p.V + t.v0 + c] = ST[c * m.ks + r];
@@ -656,7 +743,8 @@ void backward_task(const Matrix& p, const Task& t, const Block& m, Walk walk, Ad
   const int64_t D = p.decay == NONE ? 0 : scalar ? 1 : p.K, HK = p.H * p.K;
   const float scale = static_cast<float>(p.scale);
   transpose(m, m.XT, p.d_final + state_at + t.v0, p.V);
-  if (low) read_state(p, t, m, m.X, p.d_final + state_at);
+  read_state(p, t, m, m.X, p.d_final + state_at);
+  bool follows = true;  // X is as far as XT
   fixed_decays(p, t, m);
   float* du = p.du ? p.du + (t.part * p.N + t.n) * HK + t.h * p.K : nullptr;
   float* fixed_dg = p.dg && fixed ? p.dg + ((t.part * p.N + t.n) * p.H + t.h) * D : nullptr;
@@ -691,7 +779,15 @@ void backward_task(const Matrix& p, const Task& t, const Block& m, Walk walk, Ad
       if (begin + n < t.length) transpose(m, m.XT, m.X, m.vs);
       adjoint_walk(m, n, shift);
     }
-    walk(m, n);
+    const bool swept = !low && (!p.dg || (!fixed && lasting(p, m, n)));
+    if (swept) {
+      if (!follows) transpose_back(m, m.X, m.XT);
+      additive_walk(p)(m, n);
+      if (p.dg && !begin && !p.state) zero(m.dg, m.ks);  // nothing lies before the first token
+    } else {
+      walk(m, n);
+    }
+    follows = swept;
     // what remains costs K + V a token
     for (int64_t i = 0; i < n; i++) {
       const int64_t token = first + i;
@@ -713,10 +809,8 @@ void backward_task(const Matrix& p, const Task& t, const Block& m, Walk walk, Ad
         float *dg = m.dg + i * m.ks, *a = m.a + i * m.ks, *da = m.da + i * m.ks;
         const float* d = m.d + i * m.ks;
         double total = 0;
-        if (scalar)
-          for (int64_t j = 0; j < m.Kp; j++) dg[j] *= d[0];
-        else
-          for (int64_t j = 0; j < m.Kp; j++) dg[j] *= d[j];
+        if (!swept)
+          for (int64_t j = 0; j < m.Kp; j++) dg[j] *= d[scalar ? 0 : j];
         if (p.write == DELTA)
           for (int64_t j = 0; j < m.Kp; j++) dg[j] += a[j] * da[j];
         if (scalar) {

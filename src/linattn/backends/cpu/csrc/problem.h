@@ -39,6 +39,26 @@ struct Scan {
   int64_t B, T, D, threads;
 };
 
+struct Selective {
+  // h_t = e^{dt_t A} * h_{t-1} + (dt_t x_t) B_t^T, y_t = h_t C_t; inputs: x [.., D] and B, C [.., G, N] of `type`,
+  // dt [.., D]; A [D, N], state [S, D, N]; ends [S + 1] of packed sequences
+  const void *x, *dt, *B, *C;
+  const float *A, *state;
+  const int64_t* ends;
+  // forward: output [.., D], last state; for the backward: states [slots, D, N]
+  void* y;
+  float *final, *states;
+  // backward: given dy, d_final; dx in `type`, ddt in `dt_type`, dA [S, D, N], dB, dC [parts, .., G, N]
+  const void* dy;
+  const float* d_final;
+  void *dx, *ddt;
+  float *dA, *dB, *dC, *dstate;
+  float* scratch;
+  int64_t S, T, tokens, D, G, N;
+  int64_t type, dt_type;
+  int64_t parts, threads;  // the channels of a group are split into `parts`
+};
+
 constexpr int64_t BLOCK = 64;  // tokens worked on together; a state is kept every BLOCK tokens for the backward
 
 // What every instruction set offers.
@@ -48,6 +68,13 @@ struct Kernels {
   int64_t (*forward)(const Matrix&);  // 0, or 1: a gate is positive or NaN
   void (*backward)(const Matrix&);
   void (*scan)(const Scan&);
+};
+
+struct SelectiveKernels {
+  int64_t (*scratch)(const Selective&);
+  int64_t (*lanes)();                    // channels that are worked on together
+  int64_t (*forward)(const Selective&);  // 0, or 1: a step or a rate is out of range
+  void (*backward)(const Selective&);
 };
 
 }  // namespace linattn

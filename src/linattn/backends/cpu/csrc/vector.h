@@ -18,6 +18,14 @@ inline To bits(From x) {
 inline int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
 inline int64_t ceil_to(int64_t x, int64_t m) { return (x + m - 1) / m * m; }
 
+inline float sum(Vec x) {
+  float y[L];
+  store(y, x);
+  for (int width = L / 2; width; width /= 2)
+    for (int i = 0; i < width; i++) y[i] += y[i + width];
+  return y[0];
+}
+
 // e^x to float32's accuracy: x = n ln 2 + r, |r| <= ln 2 / 2. Exactly 0 where e^x is below the smallest denormal, -inf
 // included; 2^n in two factors, so that results may be denormal.
 inline Vec exponential(Vec x) {
