@@ -93,6 +93,25 @@ OWN = {
         ("decay|g", put(decay=torch.full((4,), torch.nan))),
         ("decay|g", put(decay=torch.zeros(4, device="meta"))),
     ],
+    "mlstm": [
+        ("i", put(i=None)),
+        ("i", alter("i", lambda i: i[..., :3])),
+        ("i", alter("i", lambda i: i.to("meta"))),
+        ("f", alter("f", lambda f: f.unsqueeze(-1))),
+        ("f", alter("f", at(1e-3))),
+        ("f", alter("f", at(torch.nan))),
+        ("f", alter("f", lambda f: f.int())),
+        ("state", put(state=(torch.zeros(2, 4, 8, 5), torch.zeros(2, 4, 8)))),
+    ],
+    "lightning_attention": [
+        ("decay", put(decay=torch.zeros(3))),
+        ("decay|g", put(decay=torch.full((4,), 0.1))),
+    ],
+    "kimi_delta_attention": [
+        ("g", alter("g", lambda g: g[..., 0])),
+        ("g", alter("g", lambda g: -g)),
+        ("beta", alter("beta", lambda beta: beta[:, :5])),
+    ],
     "gated_linear_attention": [
         ("g", alter("g", lambda g: g[..., 0])),
         ("g", alter("g", lambda g: g[..., :7])),

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "linattn"
 # fmt: off
 ORDER = [
     "_version", "_checks", "recurrence", "registry", "state", "backends", "engine", "layers", "mechanisms",
-    "testing", "models", "checkpoints", "evaluation", "generation", "training", "benchmark", "cli",
+    "bidirectional", "testing", "models", "checkpoints", "evaluation", "generation", "training", "benchmark", "cli",
     "__init__", "__main__",
 ]
 # fmt: on

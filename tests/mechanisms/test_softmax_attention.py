@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from linattn import KVCache, softmax_attention
+from linattn import KVCache, SoftmaxAttention, softmax_attention
 from linattn.testing import Case, Sizes, Subject
 
 
@@ -128,3 +128,36 @@ def test_bad_input(change: dict[str, object], name: str) -> None:
     q, k, v = drawn()
     with pytest.raises(ValueError, match=f"^{name}: got "):
         softmax_attention(**({"q": q, "k": k, "v": v} | change))  # type: ignore[arg-type]
+
+
+def test_without_positions_only_the_set_of_earlier_tokens_counts() -> None:
+    """NoPE: the last token's output does not change with the order of those before it; with any rotation it does."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 8, 16, dtype=torch.float64)
+    mixed = torch.cat([x[:, :7].flip(1), x[:, 7:]], 1)
+    for fraction, same in ((0.0, True), (0.25, False), (1.0, False)):
+        layer = SoftmaxAttention(16, num_heads=2, rope_fraction=fraction).double()
+        assert torch.allclose(layer(x)[0][:, -1], layer(mixed)[0][:, -1], rtol=0, atol=1e-12) == same
+
+
+def test_a_size_of_heads_of_its_own() -> None:
+    layer = SoftmaxAttention(16, head_dim=6)
+    assert (layer.num_heads, layer.head_dim, layer.out_proj.in_features) == (2, 6, 12)
+    assert layer(torch.randn(1, 3, 16))[0].shape == (1, 3, 16)
+    assert SoftmaxAttention(15, num_heads=5, rope_fraction=0).head_dim == 3  # odd sizes where nothing is turned
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rope_fraction": 0.6, "head_dim": 5}, "rope_fraction: got 0.6, wanted an even part of head_dim=5"),
+        ({"rope_fraction": 1.5}, "rope_fraction: "),
+        ({"rope_fraction": -0.5}, "rope_fraction: "),
+        ({"head_dim": 0}, "head_dim: got 0"),
+        ({"head_dim": 4, "num_heads": 0}, "num_heads: got 0"),
+        ({"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads: got 3"),
+    ],
+)
+def test_bad_options_of_the_layer(options: dict[str, float], words: str) -> None:
+    with pytest.raises(ValueError, match=f"^{words}"):
+        SoftmaxAttention(16, **options)

@@ -20,6 +20,11 @@ class Mixer(nn.Module):
     """
 
     state_type: ClassVar[type]
+    shares: ClassVar[bool] = False
+    """Whether ``mix`` takes ``shared``, a dict by which the layers of one forward pass hand values to later ones, and
+    the layer itself ``first``, whether it is the first of its mechanism in the model."""
+    initialized: ClassVar[bool] = False
+    """Whether a model leaves the layer's own start alone."""
 
     def __init__(self, d_model: int, layer_index: int, num_layers: int) -> None:
         super().__init__()
@@ -36,19 +41,20 @@ class Mixer(nn.Module):
         cu_seqlens: Tensor | None = None,
         mode: str = "auto",
         backend: str = "auto",
+        **shared: Any,
     ) -> tuple[Tensor, Any]:
         """Read x [B, T, d_model]; return y of the same shape and dtype, and the state after it.
 
         ``mask``: bool [B, T], True for real tokens, padding on the left; a padded row equals the row alone, and its y
         means nothing where it is padded. ``cu_seqlens``: int [N+1], packed sequences in one row (B=1); the state's
-        first axis is then N. ``mode`` and ``backend`` as in the mechanism's function. Raises ValueError for input that
-        does not fit.
+        first axis is then N. ``mode`` and ``backend`` as in the mechanism's function; ``shared=`` for layers
+        that declare it. Raises ValueError for input that does not fit.
         """
         self._check(x, state, mask, cu_seqlens)
         if mask is not None:
             # Projections without bias keep these tokens zero; gates are masked by each layer.
             x = x.masked_fill(~mask[..., None], 0)
-        return self.mix(x, state, mask, cu_seqlens, mode, backend)
+        return self.mix(x, state, mask, cu_seqlens, mode, backend, **shared)
 
     @abstractmethod
     def mix(
@@ -91,7 +97,10 @@ def no_weight_decay(value: Tensor) -> nn.Parameter:
     return parameter
 
 
-def time_step_bias(heads: int, low: float = 1e-3, high: float = 1e-1) -> Tensor:
-    """[heads]: what softplus takes to a time step drawn log-uniformly from [low, high], as Mamba initialises it."""
-    step = torch.empty(heads).uniform_(math.log(low), math.log(high)).exp()
+def time_step_bias(heads: int, low: float = 1e-3, high: float = 1e-1, floor: float = 0.0) -> Tensor:
+    """[heads]: what softplus takes to a time step drawn log-uniformly from [low, high], as Mamba initialises it.
+
+    No step is less than ``floor``.
+    """
+    step = torch.empty(heads).uniform_(math.log(low), math.log(high)).exp().clamp_min(floor)
     return step + torch.log(-torch.expm1(-step))

@@ -6,6 +6,11 @@ import torch
 from torch import Tensor
 
 
+def exact_dtype(device: torch.device) -> torch.dtype:
+    """The finest dtype of a device, for angles that grow with the sequence: float64 where there is one."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 class Rotary:
     """Turns pairs of channels by position · frequency, so that q·k sees the distance only.
 
@@ -25,7 +30,7 @@ class Rotary:
         In float64, where float32 would be off by 0.006 at position 100,000; held in no buffer, which a cast of the
         model to half precision would round.
         """
-        exact = torch.float32 if position.device.type == "mps" else torch.float64
+        exact = exact_dtype(position.device)
         pair = torch.arange(self.size // 2, device=position.device, dtype=exact)
         exponent = pair / max(self.size // 2 - 1, 1) if self.inclusive else pair * (2 / self.size)
         return position.to(exact)[..., None] * self.base**-exponent
@@ -35,13 +40,15 @@ class Rotary:
         angle = self.angles(position)[:, :, None]
         wide = torch.promote_types(tensors[0].dtype, torch.float32)
         cos, sin = angle.cos().to(wide), angle.sin().to(wide)
-        return tuple(self._turn(x, cos, sin) for x in tensors)
+        return tuple(turn(x, cos, sin, interleaved=self.interleaved) for x in tensors)
 
-    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        if self.interleaved:
-            a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
-            turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
-        else:
-            a, b = x.chunk(2, dim=-1)
-            turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-        return turned.to(x.dtype)
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """Pairs of x's channels turned by the angles of ``cos`` and ``sin`` [..., size/2], in x's dtype."""
+    if interleaved:
+        a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+        turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+    else:
+        a, b = x.chunk(2, dim=-1)
+        turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    return turned.to(x.dtype)

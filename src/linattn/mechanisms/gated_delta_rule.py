@@ -7,17 +7,17 @@ Source: Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule", a
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linattn import _checks, engine
+from linattn import engine
 from linattn.layers.convolution import ShortConvolution
 from linattn.layers.mixer import Mixer, mask_gate, no_weight_decay, time_step_bias
 from linattn.layers.norms import RMSNorm, l2_normalize, promote
-from linattn.layers.sizes import divide
+from linattn.layers.sizes import divide, three_quarter_heads
 from linattn.recurrence import BETA, QUERY, UNIT_KEY, VALUE, Argument, Decay, Domain, Recurrence, Write
 from linattn.registry import Mechanism, register
 
@@ -81,7 +81,7 @@ class GatedDeltaNet(Mixer):
     Source: arXiv 2412.06464.
     """
 
-    state_type = GatedDeltaNetState
+    state_type: ClassVar[type] = GatedDeltaNetState
 
     def __init__(
         self,
@@ -98,14 +98,10 @@ class GatedDeltaNet(Mixer):
         num_layers: int = 1,
     ) -> None:
         super().__init__(d_model, layer_index, num_layers)
-        if num_heads is not None and num_heads < 1:
-            raise _checks.fail("num_heads", num_heads, "at least 1")
-        if head_dim is None:
-            head_dim = min(max(d_model // 4, 1), 256) if num_heads is None else max(3 * d_model // 4 // num_heads, 1)
-        self.num_heads = max(3 * d_model // 4 // head_dim, 1) if num_heads is None else num_heads
+        self.num_heads, self.head_dim = three_quarter_heads(d_model, num_heads, head_dim)
         self.num_v_heads = self.num_heads if num_v_heads is None else num_v_heads
         divide("num_heads", self.num_heads, self.num_v_heads, "num_v_heads")
-        self.head_dim, self.head_v_dim = head_dim, round(head_dim * expand_v)
+        self.head_v_dim = round(self.head_dim * expand_v)
         key_dim, value_dim = self.num_heads * self.head_dim, self.num_v_heads * self.head_v_dim
         self.beta_max = 2.0 if allow_neg_eigval else 1.0
         self.conv_sizes = (key_dim, key_dim, value_dim)
@@ -129,11 +125,17 @@ class GatedDeltaNet(Mixer):
         v, z = (t.unflatten(-1, (self.num_v_heads, -1)) for t in (v, z))
         g = -promote(self.A_log).exp() * F.softplus(promote(a) + self.dt_bias)
         beta = self.beta_max * promote(b).sigmoid()
-        o, recurrent = gated_delta_rule(
-            l2_normalize(q), l2_normalize(k), v, mask_gate(g, mask), mask_gate(beta, mask),
-            state=recurrent, cu_seqlens=cu_seqlens, mode=mode, backend=backend,
+        o, recurrent = self.recur(
+            x, l2_normalize(q), l2_normalize(k), v, mask_gate(g, mask), mask_gate(beta, mask),
+            mask=mask, state=recurrent, cu_seqlens=cu_seqlens, mode=mode, backend=backend,
         )  # fmt: skip
-        return self.out_proj(self.norm(o, z).flatten(2)), GatedDeltaNetState(tail, recurrent)
+        return self.out_proj(self.norm(o, z).flatten(2)), self.state_type(tail, recurrent)
+
+    def recur(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Any]:
+        """The recurrence of the layer with input x, for layers built upon it; g and beta are masked already."""
+        return gated_delta_rule(q, k, v, g, beta, **options)
 
 
 register(

@@ -42,7 +42,8 @@ def gated_linear_attention(
         scale: None is K^-0.5.
         state: [N, H, K, V] to continue from, float32 (float64 for float64 inputs).
         cu_seqlens: int [N+1], the boundaries of N sequences packed into one row (B = 1).
-        mode: "auto", "chunkwise", "recurrent" or "parallel"; backend: "auto", "chunked" or "reference".
+        mode: "auto", "chunkwise", "recurrent" or "parallel".
+        backend: "auto", "triton", "cpu", "chunked" or "reference"; :func:`linattn.explain` says what auto takes.
 
     Returns o [B, T, H, V] in v's dtype and the final state [N, H, K, V].
     Raises ValueError naming the argument that does not fit. Source: arXiv 2312.06635.

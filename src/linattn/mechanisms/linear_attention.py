@@ -8,19 +8,20 @@ Source: Katharopoulos et al., "Transformers are RNNs", arXiv 2006.16236.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linattn import _checks, engine
 from linattn.engine import NormalizedState
 from linattn.layers.convolution import ShortConvolution
+from linattn.layers.feature_maps import AnyMap, FeatureMap, apply, create
 from linattn.layers.mixer import Mixer, mask_gate
 from linattn.layers.norms import RMSNorm
+from linattn.layers.sequences import positions
 from linattn.layers.sizes import default_heads, divide
 from linattn.recurrence import KEY, QUERY, VALUE, Normalizer, Recurrence
 from linattn.registry import Mechanism, register
@@ -28,32 +29,17 @@ from linattn.registry import Mechanism, register
 RECURRENCE = Recurrence(normalizer=Normalizer.SUM)
 PLAIN = Recurrence()
 
-FeatureMap = Callable[[Tensor], Tensor]
-FEATURE_MAPS: dict[str, FeatureMap] = {
-    "identity": lambda x: x,
-    "elu": lambda x: F.elu(x) + 1,
-    "relu": F.relu,
-    "squared_relu": lambda x: F.relu(x).square(),
-}
-
-
-def feature_map_of(feature_map: str | FeatureMap) -> FeatureMap:
-    """The function of that name ("elu" is elu(x) + 1), or the callable itself."""
-    if not isinstance(feature_map, str):
-        return feature_map
-    _checks.one_of("feature_map", feature_map, tuple(FEATURE_MAPS))
-    return FEATURE_MAPS[feature_map]
-
 
 def linear_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    feature_map: str | FeatureMap = "elu",
+    feature_map: str | AnyMap = "elu",
     normalize: bool = True,
     causal: bool = True,
     scale: float | None = None,
+    position: Tensor | None = None,
     state: Tensor | NormalizedState | None = None,
     cu_seqlens: Tensor | None = None,
     mode: str = "auto",
@@ -63,12 +49,15 @@ def linear_attention(
 
     Args:
         q, k: [B, T, G, K]; v: [B, T, H, V], G divides H. One floating dtype.
-        feature_map: phi: "elu" (elu(x) + 1), "relu", "squared_relu", "identity" or a function of the last axis (which
-            may change its size).
+        feature_map: phi: "elu" (elu(x) + 1), "relu", "squared_relu", "identity", "taylor", "dpfp", "favor" or
+            "cosformer"; a :class:`linattn.layers.FeatureMap` (those that learn have no name here); or a function of the
+            last axis, which may change its size.
         normalize: divide by z. With features ≥ 0 every output is then a weighted mean of values and can't blow up.
         causal: False lets every token read the whole sequence (and the state it continues from).
         scale: only without ``normalize``, where it would cancel; None is K^-0.5, K the number of features.
-        state: [N, H, K, V], or NormalizedState(S, z) when normalised.
+        position: int64 [1 or B, T], each token's number in its sequence, for maps that need it ("cosformer"). None
+            counts from 0, which a ``state`` forbids.
+        state: [N, H, K, V], or NormalizedState(S, z) when normalised; K is the number of features.
         cu_seqlens, mode, backend: as in :func:`linattn.gated_linear_attention`.
 
     Returns o [B, T, H, V] in v's dtype and the final state.
@@ -76,15 +65,58 @@ def linear_attention(
     """
     if normalize and scale is not None:
         raise _checks.fail("scale", scale, "None with normalize=True, which would cancel it")
-    phi = feature_map_of(feature_map)
-    q, k = phi(q), phi(k)
+    sizes: dict[str, int] = {}
+    _checks.tensor("v", v, "B T H V", sizes)
+    _checks.tensor("q", q, "B T G K", sizes, v.dtype)
+    _checks.tensor("k", k, "B T G K", sizes, v.dtype)
+    phi = _feature_map(feature_map, sizes["G"], sizes["K"])
+    if isinstance(phi, FeatureMap) and phi.positional and position is None:
+        if state is not None:
+            raise _checks.fail("position", "none", "the number of each token, to continue from a state")
+        position, _ = positions(q, None, None, cu_seqlens)
+    q, k = apply(phi, q, k, position, normalized=normalize)
+    return _attend(q, k, v, normalize, causal, scale, state, cu_seqlens, mode, backend)
+
+
+def _feature_map(feature_map: str | AnyMap, heads: int, size: int) -> AnyMap:
+    """What the function is given, by name only where there is nothing to learn."""
+    if not isinstance(feature_map, str):
+        return feature_map
+    phi = create(feature_map, heads, size)
+    if isinstance(phi, FeatureMap) and list(phi.parameters()):
+        raise _checks.fail(
+            "feature_map",
+            f"{feature_map!r}, which learns",
+            f"a module that keeps its weights: linattn.layers.feature_maps.create({feature_map!r}, {heads}, {size})",
+        )
+    return phi
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    normalize: bool,
+    causal: bool,
+    scale: float | None,
+    state: Tensor | NormalizedState | None,
+    cu_seqlens: Tensor | None,
+    mode: str,
+    backend: str,
+) -> tuple[Tensor, Tensor | NormalizedState]:
+    """Attention with q and k mapped. Features in float32 stay so where the engine divides in float32 anyway."""
+    dtype = v.dtype
+    if q.dtype != dtype:
+        q, k, v = (q, k, v.to(q.dtype)) if normalize else (q.to(dtype), k.to(dtype), v)
     recurrence = RECURRENCE if normalize else PLAIN
     if causal:
-        return engine.matrix(
+        o, state = engine.matrix(
             recurrence, q, k, v, scale=1.0 if normalize else scale,
             state=state, cu_seqlens=cu_seqlens, mode=mode, backend=backend,
         )  # fmt: skip
-    return _whole(recurrence, q, k, v, scale, state, cu_seqlens, mode, backend)
+    else:
+        o, state = _whole(recurrence, q, k, v, scale, state, cu_seqlens, mode, backend)
+    return o.to(dtype), state
 
 
 def _whole(
@@ -122,10 +154,14 @@ def _whole(
 
 
 class LinearAttentionState(NamedTuple):
-    """Inputs that the short convolution still sees, [N, W-1, C], and the sums over the past."""
+    """Inputs that the short convolution still sees, [N, W-1, C], and the sums over the past.
+
+    ``position`` [N] counts the tokens read, for feature maps that need it; None for others.
+    """
 
     conv: Tensor
     recurrent: Tensor | NormalizedState
+    position: Tensor | None = None
 
 
 class LinearAttention(Mixer):
@@ -136,7 +172,12 @@ class LinearAttention(Mixer):
     Args:
         d_model: width of the input and output.
         num_heads: None takes heads of a size near 64.
-        feature_map: φ: "elu" (elu(x) + 1), "relu", "squared_relu" or "identity".
+        feature_map: φ: "elu" (elu(x) + 1), "relu", "squared_relu", "identity", "taylor" (Based), "dpfp", "favor"
+            (Performer), "cosformer", "rebased", "t2r", "product", "hedgehog" (see :mod:`linattn.layers.feature_maps`),
+            or a map of one's own.
+        feature_map_options: options of the map, by name: ``{"features": 128}``.
+        head_k_dim: size of a query or key head; None is that of a value head, for maps onto pairs of channels
+            ("taylor", "rebased") at most the papers' 16.
         normalize: divide by the sum of weights.
         conv_size: width of the short convolution on q, k, v; 0 leaves it out.
         norm_eps: of the RMSNorm on each head's output.
@@ -152,7 +193,9 @@ class LinearAttention(Mixer):
         d_model: int,
         *,
         num_heads: int | None = None,
-        feature_map: str = "elu",
+        feature_map: str | AnyMap = "elu",
+        feature_map_options: Mapping[str, Any] | None = None,
+        head_k_dim: int | None = None,
         normalize: bool = True,
         conv_size: int = 4,
         norm_eps: float = 1e-5,
@@ -162,25 +205,39 @@ class LinearAttention(Mixer):
         super().__init__(d_model, layer_index, num_layers)
         self.num_heads = default_heads(d_model, 64) if num_heads is None else num_heads
         self.head_dim = divide("num_heads", self.num_heads, d_model, "d_model")
-        self.feature_map, self.normalize = feature_map_of(feature_map), normalize
-        self.in_proj = nn.Linear(d_model, 3 * d_model, bias=False)
-        self.conv1d = ShortConvolution(3 * d_model, conv_size, activation=False)
+        if head_k_dim is None:
+            head_k_dim = min(self.head_dim, 16) if feature_map in ("taylor", "rebased") else self.head_dim
+        if head_k_dim < 1:
+            raise _checks.fail("head_k_dim", head_k_dim, "at least 1")
+        self.head_k_dim, self.normalize = head_k_dim, normalize
+        self.feature_map: AnyMap
+        if isinstance(feature_map, str):
+            self.feature_map = create(feature_map, self.num_heads, head_k_dim, **(feature_map_options or {}))
+        elif feature_map_options:
+            raise _checks.fail("feature_map_options", feature_map_options, "none for a map of one's own")
+        else:
+            self.feature_map = feature_map
+        self.sizes = (self.num_heads * head_k_dim, self.num_heads * head_k_dim, d_model)
+        self.in_proj = nn.Linear(d_model, sum(self.sizes), bias=False)
+        self.conv1d = ShortConvolution(sum(self.sizes), conv_size, activation=False)
         self.norm = RMSNorm(self.head_dim, eps=norm_eps)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
     def mix(
         self, x: Tensor, state: Any, mask: Tensor | None, cu_seqlens: Tensor | None, mode: str, backend: str
     ) -> tuple[Tensor, LinearAttentionState]:
-        tail, recurrent = (None, None) if state is None else state
+        tail, recurrent, offset = (None, None, None) if state is None else state
         qkv, tail = self.conv1d(self.in_proj(x), tail, mask=mask, cu_seqlens=cu_seqlens)
-        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).chunk(3, dim=2)
+        q, k, v = (t.unflatten(-1, (self.num_heads, -1)) for t in qkv.split(self.sizes, dim=-1))
+        position = None
+        if isinstance(self.feature_map, FeatureMap) and self.feature_map.positional:
+            position, offset = positions(x, offset, mask, cu_seqlens)
+        q, k = apply(self.feature_map, q, k, position, normalized=self.normalize)
         # Features of zero need not be zero, so padding is masked after the map.
-        q, k = self.feature_map(q), mask_gate(self.feature_map(k), mask)
-        o, recurrent = linear_attention(
-            q, k, v, feature_map="identity", normalize=self.normalize,
-            state=recurrent, cu_seqlens=cu_seqlens, mode=mode, backend=backend,
-        )  # fmt: skip
-        return self.out_proj(self.norm(o).flatten(2)), LinearAttentionState(tail, recurrent)
+        o, recurrent = _attend(
+            q, mask_gate(k, mask), v, self.normalize, True, None, recurrent, cu_seqlens, mode, backend
+        )
+        return self.out_proj(self.norm(o).flatten(2)), LinearAttentionState(tail, recurrent, offset)
 
 
 register(
@@ -194,6 +251,6 @@ register(
         layer=LinearAttention,
         equation="S_t = S_{t-1} + φ(k_t) v_tᵀ,  z_t = z_{t-1} + φ(k_t),  o_t = S_tᵀ φ(q_t) / z_tᵀ φ(q_t)",
         paper="Transformers are RNNs: Fast Autoregressive Transformers with Linear Attention, arXiv 2006.16236",
-        when="The plain formula; non-causal use (images, graphs, encoders); memory without forgetting.",
+        when="The plain formula, any feature map; non-causal use (images, graphs); memory without forgetting.",
     )
 )

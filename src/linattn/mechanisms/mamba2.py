@@ -7,7 +7,7 @@ Source: Dao and Gu, "Transformers are SSMs", arXiv 2405.21060.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,14 @@ from linattn.recurrence import Argument, Decay, Domain, Recurrence
 from linattn.registry import Mechanism, register
 
 RECURRENCE = Recurrence(decay=Decay.TOKEN_HEAD)
+ARGUMENTS = (
+    Argument("x", "B T H V", meaning="inputs"),
+    Argument("dt", "B T H", Domain.NONNEGATIVE, "step, after its softplus"),
+    Argument("A", "H", Domain.NEGATIVE, "rate of decay of each head"),
+    Argument("B", "B T G K", meaning="input map (the key), shared by groups of heads"),
+    Argument("C", "B T G K", meaning="output map (the query), shared by groups of heads"),
+    Argument("D", "H", meaning="skip connection", optional=True),
+)
 
 
 def mamba2(
@@ -49,6 +57,17 @@ def mamba2(
     Returns y [B, T, H, V] in x's dtype and the final state [N, H, K, V].
     Raises ValueError naming the argument that does not fit. Source: arXiv 2405.21060.
     """
+    v, g, skip = discretise(x, dt, A, B, C, D)
+    y, S = engine.matrix(
+        RECURRENCE, C, B, v, g=g, scale=scale, state=state, cu_seqlens=cu_seqlens, mode=mode, backend=backend
+    )
+    return y if skip is None else y + skip, S  # type: ignore[return-value]
+
+
+def discretise(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The arguments of :func:`mamba2`, checked -> values dt x in x's dtype, log-decays dt A, and the skip D x."""
     sizes: dict[str, int] = {}
     _checks.tensor("x", x, "B T H V", sizes)
     _checks.tensor("dt", dt, "B T H", sizes)
@@ -60,13 +79,8 @@ def mamba2(
         _checks.tensor("D", D, "H", sizes)
     _checks.same_device({"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D})
     step = dt.to(torch.promote_types(dt.dtype, torch.float32))
-    y, S = engine.matrix(
-        RECURRENCE, C, B, (x * step.unsqueeze(-1)).to(x.dtype), g=step * A.to(step.dtype),
-        scale=scale, state=state, cu_seqlens=cu_seqlens, mode=mode, backend=backend,
-    )  # fmt: skip
-    if D is not None:
-        y = y + (D.to(step.dtype).unsqueeze(-1) * x).to(x.dtype)
-    return y, S  # type: ignore[return-value]
+    skip = None if D is None else (D.to(step.dtype).unsqueeze(-1) * x).to(x.dtype)
+    return (x * step.unsqueeze(-1)).to(x.dtype), step * A.to(step.dtype), skip
 
 
 class Mamba2State(NamedTuple):
@@ -96,7 +110,7 @@ class Mamba2(Mixer):
     Source: arXiv 2405.21060.
     """
 
-    state_type = Mamba2State
+    state_type: ClassVar[type] = Mamba2State
 
     def __init__(
         self,
@@ -134,14 +148,20 @@ class Mamba2(Mixer):
         tail, recurrent = (None, None) if state is None else state
         z, xBC, dt = self.in_proj(x).split(self.sizes, dim=-1)
         xBC, tail = self.conv1d(xBC, tail, mask=mask, cu_seqlens=cu_seqlens)
-        x, B, C = xBC.split(self.conv_sizes, dim=-1)
+        u, B, C = xBC.split(self.conv_sizes, dim=-1)
         dt = mask_gate(F.softplus(promote(dt) + self.dt_bias), mask)
-        y, recurrent = mamba2(
-            x.unflatten(-1, (self.num_heads, -1)), dt, -promote(self.A_log).exp(),
+        y, recurrent = self.recur(
+            x, u.unflatten(-1, (self.num_heads, -1)), dt, -promote(self.A_log).exp(),
             B.unflatten(-1, (-1, self.d_state)), C.unflatten(-1, (-1, self.d_state)),
-            D=self.D, state=recurrent, cu_seqlens=cu_seqlens, mode=mode, backend=backend,
+            D=self.D, mask=mask, state=recurrent, cu_seqlens=cu_seqlens, mode=mode, backend=backend,
         )  # fmt: skip
-        return self.out_proj(self.norm(y.flatten(2), z)), Mamba2State(tail, recurrent)
+        return self.out_proj(self.norm(y.flatten(2), z)), self.state_type(tail, recurrent)
+
+    def recur(
+        self, x: Tensor, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Any]:
+        """The recurrence of the layer with input x, for layers built upon it; dt is masked already."""
+        return mamba2(u, dt, A, B, C, **options)
 
 
 register(
@@ -150,19 +170,13 @@ register(
         aliases=("mamba_2", "ssd"),
         title="Mamba-2 (SSD)",
         recurrence=RECURRENCE,
-        arguments=(
-            Argument("x", "B T H V", meaning="inputs"),
-            Argument("dt", "B T H", Domain.NONNEGATIVE, "step, after its softplus"),
-            Argument("A", "H", Domain.NEGATIVE, "rate of decay of each head"),
-            Argument("B", "B T G K", meaning="input map (the key), shared by groups of heads"),
-            Argument("C", "B T G K", meaning="output map (the query), shared by groups of heads"),
-            Argument("D", "H", meaning="skip connection", optional=True),
-        ),
+        arguments=ARGUMENTS,
         function=mamba2,
         layer=Mamba2,
         equation="S_t = e^{Δ_t A} S_{t-1} + B_t (Δ_t x_t)ᵀ,  y_t = S_tᵀ C_t + D x_t",
         paper="Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space "
         "Duality, arXiv 2405.21060",
         when="Language modelling with few parameters in the gates; large states shared by groups of heads.",
+        block={"mlp_ratio": 0, "norm_eps": 1e-5},
     )
 )

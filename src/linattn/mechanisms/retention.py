@@ -75,9 +75,12 @@ class Retention(Mixer):
         d_model: width of the input and output.
         num_heads: None takes heads of a size near d_model/4, at least 32 and at most the paper's 256.
         expand_v: width of the values over d_model.
-        norm_eps: of the RMSNorm on each head's output, which has no weight.
+        rope: turn the channels by RoPE's frequencies 10000^(-2j/K) in pairs (j, j+K/2), as flash-linear-attention
+            does, instead of the paper's 10000^(-j/(K/2-1)) in pairs (2j, 2j+1).
+        norm_affine: give the RMSNorm on each head's output a weight, which the paper's has not.
+        norm_eps: of that RMSNorm.
 
-    The rotation has the paper's frequencies 10000^(-j/(K/2-1)). The state is a :class:`RetentionState`.
+    The state is a :class:`RetentionState`.
     Raises ValueError naming the argument that does not fit. Source: arXiv 2307.08621.
     """
 
@@ -89,6 +92,8 @@ class Retention(Mixer):
         *,
         num_heads: int | None = None,
         expand_v: float = 2.0,
+        rope: bool = False,
+        norm_affine: bool = False,
         norm_eps: float = 1e-6,
         layer_index: int = 0,
         num_layers: int = 1,
@@ -101,8 +106,8 @@ class Retention(Mixer):
         self.head_v_dim = divide("num_heads", self.num_heads, value_dim, "expand_v * d_model")
         self.sizes = (d_model, d_model, value_dim, value_dim)
         self.in_proj = nn.Linear(d_model, sum(self.sizes), bias=False)
-        self.rotary = Rotary(self.head_dim, interleaved=True, inclusive=True)
-        self.norm = RMSNorm(self.head_v_dim, eps=norm_eps, affine=False)
+        self.rotary = Rotary(self.head_dim, interleaved=not rope, inclusive=not rope)
+        self.norm = RMSNorm(self.head_v_dim, eps=norm_eps, affine=norm_affine)
         self.out_proj = nn.Linear(value_dim, d_model, bias=False)
 
     def mix(

@@ -7,6 +7,7 @@ Source: Vaswani et al., "Attention Is All You Need", arXiv 1706.03762.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -30,6 +31,20 @@ class KVCache(NamedTuple):
     k: Tensor
     v: Tensor
     mask: Tensor | None = None
+
+    @classmethod
+    def concatenate(cls, caches: Sequence[KVCache]) -> KVCache:
+        """The rows of several caches, those of fewer tokens padded on the left."""
+        longest = max(cache.k.shape[1] for cache in caches)
+
+        def padded(rows: list[Tensor]) -> Tensor:
+            return torch.cat([F.pad(x, (0, 0) * (x.dim() - 2) + (longest - x.shape[1], 0)) for x in rows])
+
+        k, v = padded([cache.k for cache in caches]), padded([cache.v for cache in caches])
+        if all(cache.mask is None and cache.k.shape[1] == longest for cache in caches):
+            return cls(k, v)
+        seen = [x.k.new_ones(x.k.shape[:2], dtype=torch.bool) if x.mask is None else x.mask for x in caches]
+        return cls(k, v, padded(seen))
 
 
 def _attend(
@@ -150,13 +165,19 @@ class AttentionState(NamedTuple):
 class SoftmaxAttention(Mixer):
     """Softmax attention with rotary embedding; y = W_o Attention(rope(W_q x), rope(W_k x), W_v x), no biases.
 
+    With ``output_gate`` y = W_o (Attention(...) ⊙ σ(W_g x)). Qwen3-Next's layers are qk_norm, output_gate, head_dim 256
+    and rope_fraction 0.25.
+
     Args:
         d_model: width of the input and output.
-        num_heads: query heads; None takes heads of a size near 64.
+        num_heads: query heads; None takes heads of a size near 64, or as many of size head_dim as fill d_model.
         num_kv_heads: key and value heads, a divisor of num_heads (grouped-query attention); None is num_heads.
+        head_dim: size of a head; None is d_model / num_heads.
         window: attend to the last ``window`` tokens only; None to all.
         qk_norm: RMSNorm on each query and key head before the rotation.
+        output_gate: multiply what each head gives by a gate of its own for every channel (arXiv 2505.06708).
         rope_base: base of the rotary frequencies.
+        rope_fraction: the part of each head, its first channels, that is rotated; 0 is no position at all (NoPE).
         norm_eps: of the RMSNorms of qk_norm.
 
     The state is an :class:`AttentionState`. ``mode`` and ``backend`` say how recurrences run; there is none here.
@@ -171,49 +192,70 @@ class SoftmaxAttention(Mixer):
         *,
         num_heads: int | None = None,
         num_kv_heads: int | None = None,
+        head_dim: int | None = None,
         window: int | None = None,
         qk_norm: bool = False,
+        output_gate: bool = False,
         rope_base: float = 10000.0,
+        rope_fraction: float = 1.0,
         norm_eps: float = 1e-6,
         layer_index: int = 0,
         num_layers: int = 1,
     ) -> None:
         super().__init__(d_model, layer_index, num_layers)
-        self.num_heads = default_heads(d_model, 64) if num_heads is None else num_heads
-        self.head_dim = divide("num_heads", self.num_heads, d_model, "d_model", even=True)
+        if head_dim is None:
+            self.num_heads = default_heads(d_model, 64) if num_heads is None else num_heads
+            self.head_dim = divide("num_heads", self.num_heads, d_model, "d_model", even=rope_fraction == 1)
+        else:
+            self.num_heads = max(d_model // max(head_dim, 1), 1) if num_heads is None else num_heads
+            self.head_dim = head_dim
+        for name, value in (("head_dim", self.head_dim), ("num_heads", self.num_heads)):
+            if value < 1:
+                raise _checks.fail(name, value, "at least 1")
+        self.rotary_dim = round(self.head_dim * rope_fraction)
+        if not 0 <= rope_fraction <= 1 or self.rotary_dim % 2:
+            raise _checks.fail("rope_fraction", rope_fraction, f"an even part of head_dim={self.head_dim}, from 0 to 1")
         self.num_kv_heads = self.num_heads if num_kv_heads is None else num_kv_heads
         divide("num_kv_heads", self.num_kv_heads, self.num_heads, "num_heads")
         if window is not None and window < 1:
             raise _checks.fail("window", window, "at least 1 token")
         self.window = window
-        self.in_proj = nn.Linear(d_model, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim, bias=False)
+        self.split = (self.num_heads, self.num_kv_heads, self.num_kv_heads, self.num_heads * output_gate)
+        self.in_proj = nn.Linear(d_model, sum(self.split) * self.head_dim, bias=False)
         self.q_norm = RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else None
-        self.rotary = Rotary(self.head_dim, rope_base)
-        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+        self.rotary = Rotary(self.rotary_dim, rope_base) if self.rotary_dim else None
+        self.out_proj = nn.Linear(self.num_heads * self.head_dim, d_model, bias=False)
 
     def mix(
         self, x: Tensor, state: Any, mask: Tensor | None, cu_seqlens: Tensor | None, mode: str, backend: str
     ) -> tuple[Tensor, AttentionState]:
         cache, offset = (None, None) if state is None else state
-        q, k, v = (
-            self.in_proj(x)
-            .unflatten(-1, (-1, self.head_dim))
-            .split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
-        )
+        q, k, v, gate = self.in_proj(x).unflatten(-1, (-1, self.head_dim)).split(self.split, dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         position, offset = positions(x, offset, mask, cu_seqlens)
-        q, k = self.rotary(position, q, k)
+        if self.rotary is not None:
+            q, k = self._rotate(position, q, k)
         if self.window is not None and cache is not None and cu_seqlens is None:
             cache, k, v, mask = _close_gaps(cache, k, v, mask)
-        v = v.contiguous()  # not a view into the projection, which the cache would keep alive
+        k, v = k.contiguous(), v.contiguous()  # no views into the projection, which the cache would keep alive
         o, cache = softmax_attention(q, k, v, window=self.window, mask=mask, state=cache, cu_seqlens=cu_seqlens)
         if self.window is not None:
             start = max(cache.k.shape[1] - self.window + 1, 0)
             seen = None if cache.mask is None else cache.mask[:, start:].clone()
             cache = KVCache(cache.k[:, start:].clone(), cache.v[:, start:].clone(), seen)
+        if gate.shape[2]:
+            o = o * gate.sigmoid()
         return self.out_proj(o.flatten(2)), AttentionState(cache, offset)
+
+    def _rotate(self, position: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        assert self.rotary is not None
+        if self.rotary_dim == self.head_dim:
+            return self.rotary(position, *tensors)
+        parts = [x.split((self.rotary_dim, self.head_dim - self.rotary_dim), dim=-1) for x in tensors]
+        turned = self.rotary(position, *(first for first, _ in parts))
+        return tuple(torch.cat([x, rest], -1) for x, (_, rest) in zip(turned, parts, strict=True))
 
 
 def _close_gaps(
