@@ -9,15 +9,23 @@ import pytest
 import torch
 
 from linattn import registry, state
-from linattn.models import LanguageModel, ModelConfig, count_parameters, state_bytes
+from linattn.models import BlockState, LanguageModel, ModelConfig, count_parameters, state_bytes
 
-PATTERNS = [*registry.names(), "2*gated_delta_rule,softmax_attention"]
+PATTERNS = [*registry.names(), "2*gated_delta_rule,softmax_attention", "softmax_attention,2*rwkv7"]
 
 
 def make(pattern: str, **fields: Any) -> LanguageModel:
     torch.manual_seed(0)
     fields = {"vocab_size": 50, "d_model": 16, "num_layers": 3, "pattern": pattern} | fields
-    return LanguageModel(ModelConfig(**fields)).double()
+    return awake(LanguageModel(ModelConfig(**fields)).double())
+
+
+def awake(model: LanguageModel) -> LanguageModel:
+    """The model with noise in the parameters that start at zero, as RWKV's outputs do, hiding all the others."""
+    for parameter in model.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model
 
 
 def tokens(*shape: int) -> torch.Tensor:
@@ -60,6 +68,58 @@ def test_every_parameter_learns(pattern: str, fields: dict[str, Any]) -> None:
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
         assert parameter.grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("mlp", ["channel_mix", "channel_mix_v7", "channel_mix_v7a"])
+def test_blocks_with_a_channel_mix_have_two_states(mlp: str) -> None:
+    """Around any mixer; the states of both go the way of every state."""
+    model, ids = make("gla", mlp=mlp, norm="layer", embedding_norm=True), tokens(2, 9)
+    whole, end = model(ids)
+    _, now = model(ids[:, :5])
+    assert all(isinstance(block, BlockState) for block in now)
+    now = state.select(state.fork(state.detach(now)), torch.tensor([1, 0]))
+    rest, _ = model(ids[:, 5:].flip(0), now)
+    torch.testing.assert_close(rest.flip(0), whole[:, 5:])
+    mask = torch.tensor([[False] * 4 + [True] * 5, [True] * 9])
+    torch.testing.assert_close(model(ids, mask=mask)[0][:1, 4:], model(ids[:1, 4:])[0])
+    with pytest.raises(ValueError, match=r"state: got .*, wanted a BlockState"):
+        model(ids, tuple(block.mixer for block in end))
+
+
+def test_values_of_the_first_layer_reach_the_others() -> None:
+    """RWKV-7 hands them on within a forward pass; they are no state."""
+    model, ids = make("rwkv7"), tokens(1, 6)
+    given: list[torch.Tensor] = []
+    first = model.blocks[0].mixer.value
+    first.register_forward_hook(lambda module, args, out: given.append(out))
+    before, _ = model(ids)
+    with torch.no_grad():
+        model.blocks[1].mixer.residual.bias.fill_(-1e4)  # layer 1 keeps its own
+    after, _ = model(ids)
+    assert (before - after).abs().max() > 1e-3
+    layer = model.blocks[1].mixer
+    x = torch.randn(1, 6, 16, dtype=torch.float64)
+    torch.testing.assert_close(layer(x)[0], layer(x, shared={"v_first": given[0]})[0])
+    torch.nn.init.zeros_(layer.residual.bias)
+    assert (layer(x)[0] - layer(x, shared={"v_first": given[0]})[0]).abs().max() > 1e-6
+    with pytest.raises(TypeError, match="shard"):
+        layer(x, shard={})
+
+
+def test_rwkv_starts_as_in_rwkv_lm() -> None:
+    torch.manual_seed(0)
+    model = LanguageModel(ModelConfig(vocab_size=50, d_model=128, num_layers=4, pattern="rwkv7"))
+    assert model.embedding.weight.abs().max() <= 1e-4
+    for block in model.blocks:
+        assert not block.mixer.output.weight.any()
+        assert not block.mlp.value.weight.any()
+        assert not block.mixer.decay.down.weight.any()
+        assert block.mixer.key.weight.abs().max() <= 0.05 / math.sqrt(128)
+    spared = {n for n, p in model.named_parameters() if p.dim() >= 2 and not getattr(p, "_no_weight_decay", False)}
+    decayed = {"receptance", "key", "value", "output", "embedding", "head"}
+    assert {name.removesuffix(".weight").rsplit(".", 1)[-1] for name in spared} == decayed
+    wide = LanguageModel(ModelConfig(vocab_size=50, d_model=128, num_layers=2, pattern="rwkv7", initializer_range=0.1))
+    assert wide.blocks[0].mixer.output.weight.std().item() == pytest.approx(0.1, rel=0.05)
 
 
 def test_features_and_head_make_the_logits() -> None:

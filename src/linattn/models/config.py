@@ -12,12 +12,23 @@ from typing import Any
 
 import linattn.mechanisms  # noqa: F401  (fills the registry)
 from linattn import registry
-from linattn._checks import fail
+from linattn._checks import fail, one_of
+
+MLPS = ("swiglu", "channel_mix", "channel_mix_v7", "channel_mix_v7a")
+
+
+def _default(value: Any) -> Any:
+    """A field that is ``value`` unless the mechanism's family has another one."""
+    return field(default=None, metadata={"default": value})
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder: ``num_layers`` blocks of a mixer, chosen by ``pattern``, and a SwiGLU MLP.
+    """A decoder: ``num_layers`` blocks of a mixer, chosen by ``pattern``, and an MLP.
+
+    Where the pattern names one mechanism, fields that are not given take the values that its family's models have
+    (``Mechanism.block``): LayerNorms and channel mixes around an RWKV, no MLP around a Mamba. Once made, a config holds
+    the values themselves.
 
     Raises ValueError naming the field that does not fit, with the nearest known name where a name is unknown.
     """
@@ -32,36 +43,60 @@ class ModelConfig:
     """Mechanisms of the blocks, see :func:`parse_pattern`: ``"gla"``, ``"3*gated_delta_rule,softmax_attention"``."""
     mixers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Options of the layers by mechanism: ``{"gla": {"num_heads": 2}}``."""
-    mlp_ratio: float = 8 / 3
+    mlp_ratio: float = _default(8 / 3)
     """Hidden width of the MLP over d_model, rounded up to a multiple of 32; 0 is no MLP."""
-    norm_eps: float = 1e-6
-    """Of the RMSNorms between the blocks."""
-    tie_embeddings: bool = True
+    norm_eps: float = _default(1e-6)
+    """Of the norms between the blocks."""
+    tie_embeddings: bool = _default(True)
     """Use the embedding as the head."""
     initializer_range: float | None = None
-    """Standard deviation of the weights at the start, None is 0.5/√d_model; residual writes start smaller."""
+    """Standard deviation of the weights at the start, None is 0.5/√d_model; residual writes start smaller.
+    With None, RWKV's layers, and the embedding before an ``embedding_norm``, have a start of their own."""
+    mlp: str = _default("swiglu")
+    """Kind of the MLP: swiglu; channel_mix (RWKV-4 to 6), channel_mix_v7, channel_mix_v7a (with DeepEmbed)."""
+    mlp_hidden: int | None = None
+    """Hidden width of the MLP itself; None follows mlp_ratio."""
+    norm: str = _default("rms")
+    """Norms between the blocks: rms, or layer (with a bias)."""
+    embedding_norm: bool = _default(False)
+    """A norm on the embedding, too."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "d_model", "num_layers"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise fail(name, repr(value), "a positive integer")
+        self._fill()
         for name in ("mlp_ratio", "norm_eps", "initializer_range"):
             value = getattr(self, name)
             if name == "initializer_range" and value is None:
                 continue
             if not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise fail(name, repr(value), "a number ≥ 0")
-        for name, kind in (("pattern", str), ("tie_embeddings", bool), ("mixers", Mapping)):
+        if self.mlp_hidden is not None and (type(self.mlp_hidden) is not int or self.mlp_hidden < 0):
+            raise fail("mlp_hidden", repr(self.mlp_hidden), "an integer ≥ 0")
+        kinds = {"tie_embeddings": bool, "embedding_norm": bool, "mlp": str, "norm": str, "mixers": Mapping}
+        for name, kind in kinds.items():
             if not isinstance(getattr(self, name), kind):
                 raise fail(name, repr(getattr(self, name)), f"a {kind.__name__.lower()}")
-        parse_pattern(self.pattern, self.num_layers)
+        one_of("mlp", self.mlp, MLPS)
+        one_of("norm", self.norm, ("rms", "layer"))
         for name, options in self.mixers.items():
             mechanism = registry.get(name)
             if not isinstance(options, Mapping):
                 raise fail(f"mixers[{name!r}]", repr(options), "a mapping of options")
             known = list(inspect.signature(mechanism.layer).parameters)
-            _known_keys(f"mixers[{name!r}]", options, set(known) - {"d_model", "layer_index", "num_layers"})
+            _known_keys(f"mixers[{name!r}]", options, set(known) - {"d_model", "layer_index", "num_layers", "first"})
+
+    def _fill(self) -> None:
+        """Check the pattern, and give every field that is None and has a default its value."""
+        if not isinstance(self.pattern, str):
+            raise fail("pattern", repr(self.pattern), "a str")
+        mechanisms = set(parse_pattern(self.pattern, self.num_layers))
+        block = registry.get(mechanisms.pop()).block if len(mechanisms) == 1 else {}
+        for item in dataclasses.fields(self):
+            if "default" in item.metadata and getattr(self, item.name) is None:
+                object.__setattr__(self, item.name, block.get(item.name, item.metadata["default"]))
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -76,6 +111,8 @@ class ModelConfig:
     @property
     def mlp_size(self) -> int:
         """Hidden width of the MLP; 0 is no MLP."""
+        if self.mlp_hidden is not None:
+            return self.mlp_hidden
         return math.ceil(self.mlp_ratio * self.d_model / 32) * 32
 
     def options(self, mechanism: str) -> dict[str, Any]:
