@@ -15,10 +15,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from linattn import checkpoints
+from linattn import checkpoints, registry
 from linattn.checkpoints import ByteTokenizer
+from linattn.checkpoints.assemble import assemble, distinct_tensors
 from linattn.checkpoints.files import previous
-from linattn.checkpoints.native import distinct_tensors, fill, step_folder, steps
+from linattn.checkpoints.native import step_folder, steps
 from linattn.models import LanguageModel, ModelConfig
 
 SMALL = ModelConfig(d_model=32, num_layers=2)
@@ -225,7 +226,7 @@ def cut(name: str, size: int) -> Callable[[Path], object]:
         (cut("model.safetensors", 100), r"model\.safetensors: cannot be read"),
         (cut("model.safetensors", 20000), r"model\.safetensors: cannot be read"),
         (lambda folder: (folder / "config.json").write_text("[]"), r"config\.json: got a JSON list"),
-        (edit(lambda config: config.pop("format")), r"config\.json: format: got None, wanted 'linattn'"),
+        (edit(lambda config: config.pop("format")), r"config\.json: got model_type=None and no format"),
         (edit(lambda config: config.update(version=2)), r"config\.json: version: got 2, wanted 1"),
         (edit(lambda config: config.update(color="red")), r"config\.json: unknown color"),
         (edit(lambda config: config.pop("model")), r"config\.json: model: got None"),
@@ -248,19 +249,43 @@ def test_weights_of_another_config_are_listed_and_none_is_loaded(tmp_path: Path)
     tensors["something.else"] = tensors.pop(first)
     tensors[second] = tensors[second][:-1].contiguous()
     save_file(tensors, file)
-    with pytest.raises(ValueError, match="not the weights of the config beside it") as caught:
+    with pytest.raises(ValueError, match="not the weights of this config") as caught:
         checkpoints.load(tmp_path / "m")
     assert f"missing {first}" in str(caught.value)
     assert "left over something.else" in str(caught.value)
     assert f"other shapes: {second} [" in str(caught.value)
-    target = model(5)
-    with pytest.raises(ValueError, match="not the weights"):
-        fill(target, tensors, file)
-    assert same(target, model(5))
 
 
 def test_a_long_list_of_differences_is_cut_short(tmp_path: Path) -> None:
-    target = model()
+    own = distinct_tensors(model())
     extra: dict[str, Tensor] = {f"extra{number:02d}": torch.zeros(1) for number in range(50)}
     with pytest.raises(ValueError, match="extra05 and 44 more"):
-        fill(target, distinct_tensors(target) | extra, tmp_path)
+        assemble(SMALL, own | extra, tmp_path)
+
+
+def test_integers_are_no_weights(tmp_path: Path) -> None:
+    own = distinct_tensors(model())
+    with pytest.raises(ValueError, match=r"not floating: norm\.weight torch\.int8"):
+        assemble(SMALL, own | {"norm.weight": own["norm.weight"].to(torch.int8)}, tmp_path)
+
+
+def test_a_model_can_be_loaded_in_another_dtype(tmp_path: Path) -> None:
+    checkpoints.save(tmp_path / "m", model())
+    loaded = checkpoints.load(tmp_path / "m", dtype=torch.float64)
+    assert {p.dtype for p in loaded.parameters()} == {torch.float64}
+    assert same(loaded.float(), model())
+    with pytest.raises(ValueError, match=r"dtype: got torch\.int8, wanted a floating dtype"):
+        checkpoints.load(tmp_path / "m", dtype=torch.int8)
+
+
+@pytest.mark.parametrize("mechanism", registry.names(composite=True))
+def test_every_mechanism_comes_back_with_its_marks(tmp_path: Path, mechanism: str) -> None:
+    saved = model(config=ModelConfig(d_model=32, num_layers=2, pattern=mechanism))
+    checkpoints.save(tmp_path / "m", saved)
+    loaded = checkpoints.load(tmp_path / "m")
+    assert loaded.config == saved.config
+    assert same(saved, loaded)
+    marks = [[p.__dict__ for p in of.parameters()] for of in (loaded, saved)]
+    assert marks[0] == marks[1]
+    ids = torch.randint(256, (1, 7))
+    assert torch.equal(loaded(ids)[0], saved(ids)[0])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from linattn.checkpoints import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from linattn.checkpoints import ByteTokenizer, HuggingFaceTokenizer, RwkvTokenizer, Tokenizer, named_tokenizer
 from linattn.checkpoints.tokenizer import _pieces
 
 TEXT = "Straße über die Brücke — 橋を渡る道 🌉\n  indented,   spaced\n" * 20
@@ -107,3 +108,58 @@ def test_bytes_are_kept_as_bytes() -> None:
     tokens, counts = ByteTokenizer().corpus([b"ab", b"c"])
     assert counts is None
     assert torch.equal(tokens, torch.tensor([97, 98, 99], dtype=torch.uint8))
+
+
+@pytest.fixture(scope="module")
+def world() -> RwkvTokenizer:
+    pytest.importorskip("pyrwkv_tokenizer")
+    return RwkvTokenizer()
+
+
+def test_the_world_vocabulary_comes_back_whole_and_token_by_token(world: RwkvTokenizer) -> None:
+    ids = world.encode(TEXT)
+    assert len(ids) < len(TEXT.encode()) / 2
+    assert max(ids) < world.vocab_size
+    assert world.decode(ids) == TEXT
+    push = world.decoder()
+    assert "".join(map(push, ids)) == TEXT
+    assert world.encode("") == []
+
+
+def test_the_world_vocabulary_spells_parts_of_characters(world: RwkvTokenizer) -> None:
+    ids = [1 + byte for byte in "橋".encode()]  # the bytes come first
+    push = world.decoder()
+    assert [push(token) for token in ids] == ["", "", "橋"]
+    assert world.decode([*ids[:2], 1 + ord("a")]) == "\ufffda"
+    assert world.decode([0, 65535]) == "\ufffd"  # the end of a text is empty; the last numbers stand for nothing
+
+
+def test_the_world_vocabulary_counts_every_byte(world: RwkvTokenizer) -> None:
+    documents = [TEXT.encode(), b"", "ß".encode() * 3]
+    tokens, counts = world.corpus(documents)
+    assert int(counts.sum()) == sum(map(len, documents))
+    assert world.decode(tokens.tolist()) == b"".join(documents).decode()
+
+
+def test_both_packages_give_the_same_tokens(world: RwkvTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rwkv")
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        "linattn.checkpoints.tokenizer.find_spec", lambda name: None if name == "pyrwkv_tokenizer" else found(name)
+    )
+    other = RwkvTokenizer()
+    assert other._package == "rwkv"
+    assert other.encode(TEXT) == world.encode(TEXT)
+    assert other.decode(world.encode(TEXT)) == TEXT
+
+
+def test_without_either_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("linattn.checkpoints.tokenizer.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'linattn\[rwkv\]'"):
+        RwkvTokenizer()
+
+
+def test_a_tokenizer_by_name(tmp_path: Path) -> None:
+    assert isinstance(named_tokenizer("bytes"), ByteTokenizer)
+    assert named_tokenizer(str(byte_level(tmp_path))).encode("a")
+    assert named_tokenizer(str(tmp_path)).encode("a")

@@ -148,14 +148,21 @@ def test_compare_speaks_one_json_object(capsys: pytest.CaptureFixture[str], text
 
 
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list"]) == 0
+    assert main(["list", "--d-model", "64"]) == 0
     out = capsys.readouterr().out
-    assert main(["list", "--json"]) == 0
+    assert main(["list", "--d-model", "64", "--json"]) == 0
     (result,) = json_lines(capsys)
-    assert [entry["name"] for entry in result["mechanisms"]] == registry.names()
+    assert result["d_model"] == 64
+    assert [entry["name"] for entry in result["mechanisms"]] == registry.names(composite=True)
     for entry in result["mechanisms"]:
-        for part in (entry["name"], entry["equation"], entry["state"], entry["paper"], *entry["backends"]):
+        growth = entry["state_bytes_per_token"]
+        assert (growth > 0) == registry.get(entry["name"]).grows
+        weight = f"{growth:,} bytes a token" if growth else f"{entry['state_bytes']:,} bytes, after any number"
+        for part in (entry["name"], entry["equation"], weight, entry["paper"], *entry["aliases"], *entry["backends"]):
             assert part in out
+    by_name = {entry["name"]: entry for entry in result["mechanisms"]}
+    assert by_name["softmax_attention"]["state_bytes_per_token"] == 2 * 64 * 4
+    assert by_name["gated_linear_attention"]["backends"]["reference"] == ["recurrent"]
 
 
 def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,7 +241,7 @@ TRAIN = ["train", "--steps", "1", *SMALL]
         (["generate", "nowhere"], ["nowhere", "does not exist"]),
         (["generate", "folder"], ["folder", "config.json"]),
         (["generate", "cut"], ["cut", "model.safetensors"]),
-        (["generate", "other"], ["other", "not the weights of the config"]),
+        (["generate", "other"], ["other", "not the weights of this config"]),
         (["generate", "{run}", "--file", "nowhere.txt"], ["nowhere.txt"]),
         (["generate", "{run}", "--file", "latin.txt"], ["latin.txt", "utf-8"]),
         (["generate", "{run}", "--temperature", "-1"], ["temperature", "-1"]),
@@ -245,6 +252,7 @@ TRAIN = ["train", "--steps", "1", *SMALL]
         (["compare", "gla", "--tokens", "0"], ["tokens", "0"]),
         (["compare", "gla", "--budget", "0"], ["budget", "0"]),
         (["compare", "gla", "--train", "-1"], ["train", "-1"]),
+        (["list", "--d-model", "0"], ["d_model", "0"]),
         (["explain", "glaa"], ["glaa", "did you mean 'gla'"]),
         (["explain", "gla", "--mode", "sideways"], ["mode", "sideways"]),
         (["demo", "--minutes", "0"], ["minutes", "0"]),

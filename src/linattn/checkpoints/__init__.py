@@ -1,6 +1,15 @@
 """Models on disk: ``save``, ``load``, and the tokenizer that a checkpoint remembers."""
 
-from linattn.checkpoints.native import load, load_tokenizer, save
-from linattn.checkpoints.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from linattn.checkpoints.formats import load, load_tokenizer, save
+from linattn.checkpoints.tokenizer import ByteTokenizer, HuggingFaceTokenizer, RwkvTokenizer, Tokenizer, named_tokenizer
 
-__all__ = ["ByteTokenizer", "HuggingFaceTokenizer", "Tokenizer", "load", "load_tokenizer", "save"]
+__all__ = [
+    "ByteTokenizer",
+    "HuggingFaceTokenizer",
+    "RwkvTokenizer",
+    "Tokenizer",
+    "load",
+    "load_tokenizer",
+    "named_tokenizer",
+    "save",
+]

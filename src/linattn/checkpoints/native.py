@@ -1,7 +1,7 @@
 """The library's own checkpoint: a folder of ``config.json``, ``model.safetensors`` and perhaps ``tokenizer.json``.
 
 ``config.json`` is ``{"format": "linattn", "version": 1, "model": {...}, "tokenizer": ...}``, the last one ``"bytes"``,
-``"tokenizer.json"`` or null.
+``"rwkv"``, ``"tokenizer.json"`` or null.
 A tensor that the model uses twice (a tied head) is stored once. A training run adds its own two files and keeps its
 checkpoints in folders ``step-00000100`` of one run folder. Nothing is pickled.
 """
@@ -10,58 +10,69 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
-from linattn.checkpoints.files import previous, read_json, read_tensors, replacing, write_json, write_tensors
-from linattn.checkpoints.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from linattn.checkpoints.assemble import assemble, distinct_tensors
+from linattn.checkpoints.files import (
+    flush,
+    previous,
+    read_json,
+    read_tensors,
+    replacing,
+    some,
+    write_json,
+    write_tensors,
+)
+from linattn.checkpoints.tokenizer import NAMED_TOKENIZERS, HuggingFaceTokenizer, Tokenizer
 from linattn.models import LanguageModel, ModelConfig
 
 CONFIG, MODEL, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
+PICKLE = "pytorch_model.bin"  # what mamba_ssm reads
 FORMAT, VERSION = "linattn", 1
 _STEP = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.old")
 
 
-def save(folder: str | Path, model: LanguageModel, *, tokenizer: Tokenizer | None = None) -> None:
-    """Write a checkpoint; an existing one is replaced, and at every instant one of the two is complete.
-
-    Raises:
-        ValueError: ``folder`` is a file or holds something else than a checkpoint; the disk refuses.
+@contextmanager
+def renewed(folder: str | Path) -> Iterator[Path]:
+    """Yield an empty folder to fill with a checkpoint; an existing one is replaced, and at every instant one of the two
+    is complete. Raises ValueError if ``folder`` is a file or holds something else; or if the disk refuses.
     """
     target = _real(folder)
     if target.exists() and not target.is_dir():
         raise ValueError(f"{folder}: is a file, wanted a folder for the checkpoint")
-    foreign = sorted({file.name for file in target.iterdir()} - {CONFIG, MODEL, TOKENIZER}) if target.exists() else []
+    known = {CONFIG, MODEL, PICKLE, TOKENIZER}
+    foreign = sorted({file.name for file in target.iterdir()} - known) if target.exists() else []
     if foreign:
-        raise ValueError(f"{folder}: holds {_some(foreign)}, which belongs to no checkpoint; choose another folder")
+        raise ValueError(f"{folder}: holds {some(foreign)}, which belongs to no checkpoint; choose another folder")
     with replacing(target) as staging:
-        write_model(staging, model, tokenizer)
+        yield staging
 
 
-def load(path: str | Path, *, device: str | torch.device = "cpu") -> LanguageModel:
-    """Read the model of a checkpoint folder, or of the newest checkpoint of a run folder.
+@contextmanager
+def renewed_file(path: str | Path) -> Iterator[Path]:
+    """Yield a file to write, which then takes the place of ``path``: whole at every instant, as a checkpoint is.
 
-    The weights keep the dtype in which they were saved; the global random state is left alone.
-
-    Raises:
-        ValueError: nothing there, a file missing or truncated, another format, or weights that are not those of the
-            config: the message lists what is missing, left over and of another shape.
+    Raises ValueError if ``path`` is a folder or the disk refuses.
     """
-    return read_model(find(path), torch.device(device))
-
-
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Read the tokenizer of a checkpoint. Raises ValueError as ``load`` does, and if the checkpoint has none."""
-    folder = find(path)
-    name = _read_config(folder).get("tokenizer")
-    if name == "bytes":
-        return ByteTokenizer()
-    if name == TOKENIZER:
-        return HuggingFaceTokenizer(folder / TOKENIZER)
-    raise ValueError(f"{folder / CONFIG}: tokenizer: got {name!r}, wanted 'bytes' or {TOKENIZER!r}")
+    target = _real(path)
+    if target.is_dir():
+        raise ValueError(f"{path}: is a folder, wanted a file")
+    staging = target.with_name(f".{target.name}.new")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield staging
+        flush(staging)
+        staging.replace(target)
+        flush(target.parent)
+    except OSError as error:
+        reason = f"cannot write the checkpoint: {error.strerror or error}"
+        raise ValueError(f"{path}: {reason}; what was there before is untouched") from error
+    finally:
+        staging.unlink(missing_ok=True)
 
 
 def find(path: str | Path) -> Path:
@@ -95,10 +106,8 @@ def step_folder(run: Path, step: int) -> Path:
 
 def write_model(folder: Path, model: LanguageModel, tokenizer: Tokenizer | None) -> None:
     """Write the files of a checkpoint into an empty folder."""
-    name = None
-    if isinstance(tokenizer, ByteTokenizer):
-        name = "bytes"
-    elif isinstance(tokenizer, HuggingFaceTokenizer):
+    name = next((name for name, kind in NAMED_TOKENIZERS.items() if isinstance(tokenizer, kind)), None)
+    if isinstance(tokenizer, HuggingFaceTokenizer):
         name = TOKENIZER
         (folder / TOKENIZER).write_text(tokenizer.json, encoding="utf-8")
     config = {"format": FORMAT, "version": VERSION, "model": model.config.to_dict(), "tokenizer": name}
@@ -106,54 +115,31 @@ def write_model(folder: Path, model: LanguageModel, tokenizer: Tokenizer | None)
     write_tensors(folder / MODEL, distinct_tensors(model))
 
 
-def read_model(folder: Path, device: torch.device) -> LanguageModel:
-    """Read the model from the files of a checkpoint."""
-    description = _read_config(folder).get("model")
+def read_model(folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> LanguageModel:
+    """Read the model from the files of a checkpoint; the global random state is left alone."""
+    description = read_config(folder).get("model")
     if not isinstance(description, dict):
         raise ValueError(f"{folder / CONFIG}: model: got {description!r}, wanted an object")
     tensors = read_tensors(folder / MODEL)
     try:
-        with torch.random.fork_rng(devices=[]):
-            model = LanguageModel(ModelConfig.from_dict(description)).to(device)
+        config = ModelConfig.from_dict(description)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{folder / CONFIG}: model: {error}") from error
-    fill(model, tensors, folder / MODEL)
-    return model
+    return assemble(config, tensors, folder / MODEL, device=device, dtype=dtype)
 
 
-def distinct_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, each once though the model may use it under several names."""
-    tensors: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        tensors.setdefault(id(tensor), (name, tensor))
-    return dict(tensors.values())
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Read the tokenizer of a checkpoint. Raises ValueError if it has none."""
+    name = read_config(folder).get("tokenizer")
+    if name == TOKENIZER:
+        return HuggingFaceTokenizer(folder / TOKENIZER)
+    if name in NAMED_TOKENIZERS:
+        return NAMED_TOKENIZERS[name]()
+    wanted = ", ".join(map(repr, (*NAMED_TOKENIZERS, TOKENIZER)))
+    raise ValueError(f"{folder / CONFIG}: tokenizer: got {name!r}, wanted one of {wanted}")
 
 
-def fill(model: nn.Module, tensors: Mapping[str, Tensor], source: Path) -> None:
-    """Put tensors in the place of a model's own, all or none. Raises ValueError listing every disagreement."""
-    own = distinct_tensors(model)
-    shapes = [
-        f"{name} {list(tensors[name].shape)} instead of {list(own[name].shape)}"
-        for name in own.keys() & tensors.keys()
-        if tensors[name].shape != own[name].shape
-    ]
-    complaints = [
-        f"{what} {_some(sorted(names))}"
-        for what, names in (
-            ("missing", own.keys() - tensors.keys()),
-            ("left over", tensors.keys() - own.keys()),
-            ("other shapes:", shapes),
-        )
-        if names
-    ]
-    if complaints:
-        raise ValueError(f"{source}: not the weights of the config beside it: {'; '.join(complaints)}")
-    for name, tensor in own.items():
-        # A copy: tensors of a file are views of its pages, and the file may be deleted or replaced.
-        tensor.data = tensors[name].to(tensor.device, copy=True)
-
-
-def _read_config(folder: Path) -> dict[str, object]:
+def read_config(folder: Path) -> dict[str, object]:
     config = read_json(folder / CONFIG)
     if config.get("format") != FORMAT:
         raise ValueError(f"{folder / CONFIG}: format: got {config.get('format')!r}, wanted {FORMAT!r}")
@@ -161,13 +147,8 @@ def _read_config(folder: Path) -> dict[str, object]:
         raise ValueError(f"{folder / CONFIG}: version: got {config.get('version')!r}, wanted {VERSION}")
     unknown = sorted(config.keys() - {"format", "version", "model", "tokenizer"})
     if unknown:
-        raise ValueError(f"{folder / CONFIG}: unknown {_some(unknown)}")
+        raise ValueError(f"{folder / CONFIG}: unknown {some(unknown)}")
     return config
-
-
-def _some(names: Iterable[str], limit: int = 6) -> str:
-    names = list(names)
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def _real(path: str | Path) -> Path:

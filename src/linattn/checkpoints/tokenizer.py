@@ -1,9 +1,12 @@
-"""Text to token numbers and back: bytes, or any Hugging Face ``tokenizer.json``."""
+"""Text to token numbers and back: bytes, any Hugging Face ``tokenizer.json``, or the World vocabulary of RWKV."""
 
 from __future__ import annotations
 
+import ast
 import codecs
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,8 +49,7 @@ class ByteTokenizer:
         return bytes(ids).decode(errors="replace")
 
     def decoder(self) -> Callable[[int], str]:
-        incremental = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        return lambda token: incremental.decode(bytes((token,)))
+        return _decoder(lambda token: bytes((token,)))
 
     def corpus(self, documents: Sequence[bytes]) -> tuple[Tensor, None]:
         data = bytearray(b"".join(documents))
@@ -114,6 +116,85 @@ class HuggingFaceTokenizer:
             ids.append(torch.tensor(encoding.ids, dtype=torch.int32))
             counts.append(ends.diff(prepend=ends.new_zeros(1)).int())
         return torch.cat(ids), torch.cat(counts)
+
+
+class RwkvTokenizer:
+    """The World vocabulary of RWKV: the longest of 65,529 byte strings each; token 0 ends a text and is empty.
+
+    The vocabulary comes with the optional package ``pyrwkv-tokenizer``, or else with ``rwkv``.
+
+    Raises ModuleNotFoundError if neither is installed.
+    """
+
+    vocab_size = 65536
+    FILE = "rwkv_vocab_v20230424.txt"
+
+    def __init__(self) -> None:
+        # Where they lie, without importing them: the vocabulary serves to decode without loading the encoder.
+        found = [(name, find_spec(name)) for name in ("pyrwkv_tokenizer", "rwkv")]
+        places = [(name, spec.submodule_search_locations) for name, spec in found if spec is not None]
+        if not places:
+            raise ModuleNotFoundError(
+                "tokenizer rwkv: needs the package 'pyrwkv-tokenizer' (pip install 'linattn[rwkv]') or 'rwkv'"
+            )
+        self._package, folders = places[0]
+        self._file = Path(next(iter(folders or ()))) / self.FILE
+        self._lines: dict[int, str] = {}
+        for line in self._file.read_text(encoding="utf-8").split("\n"):
+            number, _, rest = line.partition(" ")
+            if rest:
+                self._lines[int(number)] = rest.rpartition(" ")[0]
+
+    @cached_property
+    def _encoder(self) -> Callable[[str], list[int]]:
+        if self._package == "pyrwkv_tokenizer":
+            from pyrwkv_tokenizer import RWKVTokenizer
+
+            return RWKVTokenizer().encode
+        from rwkv.rwkv_tokenizer import TRIE_TOKENIZER
+
+        return TRIE_TOKENIZER(str(self._file)).encode
+
+    def _bytes(self, token: int) -> bytes:
+        """What a token stands for; U+FFFD for those that fill the vocabulary up to its size."""
+        if token == 0:
+            return b""
+        text = ast.literal_eval(self._lines[token]) if token in self._lines else "\ufffd"
+        return text.encode() if isinstance(text, str) else bytes(text)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._encoder(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return b"".join(map(self._bytes, ids)).decode(errors="replace")
+
+    def decoder(self) -> Callable[[int], str]:
+        return _decoder(self._bytes)
+
+    def corpus(self, documents: Sequence[bytes]) -> tuple[Tensor, Tensor]:
+        ids = [token for document in documents for token in self.encode(document.decode())]
+        sizes = {token: len(self._bytes(token)) for token in set(ids)}
+        return torch.tensor(ids, dtype=torch.int32), torch.tensor([sizes[token] for token in ids], dtype=torch.int32)
+
+
+NAMED_TOKENIZERS: dict[str, type[ByteTokenizer] | type[RwkvTokenizer]] = {
+    "bytes": ByteTokenizer,
+    "rwkv": RwkvTokenizer,
+}
+
+
+def named_tokenizer(name: str) -> Tokenizer:
+    """ "bytes", "rwkv" (its World vocabulary), or the path of a ``tokenizer.json`` or of a folder with one.
+
+    Raises as the tokenizers do.
+    """
+    return NAMED_TOKENIZERS[name]() if name in NAMED_TOKENIZERS else HuggingFaceTokenizer(name)
+
+
+def _decoder(spell: Callable[[int], bytes]) -> Callable[[int], str]:
+    """A function from one token at a time to the characters that its bytes complete."""
+    incremental = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    return lambda token: incremental.decode(spell(token))
 
 
 def _pieces(text: str, size: int = 1 << 20) -> Iterator[str]:

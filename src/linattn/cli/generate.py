@@ -14,7 +14,7 @@ import tyro
 
 from linattn import registry, state
 from linattn.benchmark.report import size
-from linattn.checkpoints import Tokenizer, load, load_tokenizer
+from linattn.checkpoints import Tokenizer, load, load_tokenizer, named_tokenizer
 from linattn.cli.command import INTERRUPTED, Command, present
 from linattn.cli.output import Output
 from linattn.generation import stream, text_pieces
@@ -29,7 +29,10 @@ class Generate(Command):
     """
 
     checkpoint: Annotated[Path, tyro.conf.Positional]
-    """A checkpoint folder, or a run folder of linattn train (its newest checkpoint)."""
+    """A checkpoint folder, a run folder of linattn train (its newest checkpoint), a model folder of transformers,
+    mamba_ssm or flash-linear-attention, or an RWKV .pth."""
+    tokenizer: str | None = None
+    """A tokenizer.json, a folder with one, bytes, or rwkv (its World vocabulary); by default the checkpoint's own."""
     prompt: str | None = None
     """Text to continue."""
     file: Path | None = None
@@ -49,9 +52,10 @@ class Generate(Command):
 
     def run(self, output: Output) -> int:
         prompt = self._prompt() or "\n"
-        model = load(self.checkpoint, device=present(self.device))
+        device = present(self.device)
+        tokenizer = load_tokenizer(self.checkpoint) if self.tokenizer is None else named_tokenizer(self.tokenizer)
         return continue_text(
-            model, load_tokenizer(self.checkpoint), prompt, output,
+            load(self.checkpoint, device=device), tokenizer, prompt, output,
             max_tokens=None if self.max_tokens == -1 else self.max_tokens,
             temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, seed=self.seed,
         )  # fmt: skip
@@ -99,7 +103,7 @@ def continue_text(
     if not output.as_json:
         print()
     kept = state.nbytes(tokens.state)
-    grows = any(registry.get(name).recurrence is None for name in model.config.layers)
+    grows = any(registry.get(name).grows for name in model.config.layers)
     output.emit(
         {
             "event": "finished",
