@@ -8,7 +8,7 @@ GPU_WORKERS ?= 8
 BIN = $(VENV)/bin
 DEV = $(VENV)/.installed-dev
 
-.PHONY: help demo test lint format types imports docs docs-check check bench triton gpu-check tune clean
+.PHONY: help demo test lint format types imports docs docs-check proof check bench triton gpu-check tune clean
 
 help:
 	@echo "make demo       install, train a small language model, generate text, compare with softmax attention"
@@ -16,6 +16,7 @@ help:
 	@echo "make check      what CI runs: lint, types, import direction, generated docs, tests"
 	@echo "make format     let ruff rewrite what it can"
 	@echo "make docs       write docs/mechanisms/ anew from the registry"
+	@echo "make proof      compare with other implementations and write docs/proof.md"
 	@echo "make bench      the CPU benchmark"
 	@echo "make gpu-check  the GPU tests and the GPU benchmark, with the torch of PYTHON=$(PYTHON)"
 	@echo "make tune       launch settings of the GPU kernels, measured anew"
@@ -51,6 +52,9 @@ imports: $(DEV)
 
 docs: $(DEV)
 	$(BIN)/python tools/make_docs.py
+
+proof: $(DEV)
+	OMP_NUM_THREADS=2 $(BIN)/python tools/make_proof.py
 
 docs-check: $(DEV)
 	$(BIN)/python tools/make_docs.py --check

@@ -9,10 +9,10 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from linattn import engine, registry
-from linattn.recurrence import Argument, Decay, Engine, Mode, Normalizer, Read, Recurrence, Write
+from linattn.recurrence import Argument, Decay, Domain, Engine, Mode, Normalizer, Read, Write
 from linattn.registry import Mechanism
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "mechanisms"
@@ -32,7 +32,11 @@ WRITE = {
 }
 READ = {Read.AFTER: "after the token's own write", Read.BEFORE: "before the token's own write"}
 NORMALIZER = {Normalizer.NONE: "none", Normalizer.SUM: "the sum z of the keys, read by the same query"}
-ENGINE = {Engine.MATRIX: "matrix state", Engine.SCAN: "elementwise state"}
+ENGINE = {
+    Engine.MATRIX: "matrix state",
+    Engine.SCAN: "elementwise state",
+    Engine.SELECTIVE: "selective scan: N numbers a channel",
+}
 
 
 def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -72,11 +76,22 @@ def argument_row(argument: Argument) -> tuple[str, ...]:
     return f"`{argument.name}`", dims(argument.dims), argument.domain.value, argument.meaning + optional
 
 
-def recurrence_section(recurrence: Recurrence | None) -> str:
+def recurrence_section(mechanism: Mechanism) -> str:
     """The properties of the recurrence, or that there is none."""
+    recurrence = mechanism.recurrence
     if recurrence is None:
         return "None: every token reads all earlier tokens, so time grows as N² and the cache as N."
-    gate = f", {dims(recurrence.decay.value)}" if recurrence.decay.value else ""
+    if recurrence.engine is Engine.SELECTIVE:
+        rows = [
+            ("engine", ENGINE[recurrence.engine]),
+            ("decay", "from the data, e^{dt A}, one a token, channel and number of its state"),
+            ("write", "additive: (dt x) Bᵀ is added"),
+            ("read", READ[recurrence.read]),
+        ]
+        return table(("property", "value"), rows)
+    given = [argument.dims for argument in mechanism.arguments if argument.domain is Domain.LOG_DECAY]
+    gate = (given or [recurrence.decay.value])[0]
+    gate = f", {dims(gate)}" if gate else ""
     rows = [
         ("engine", ENGINE[recurrence.engine]),
         ("decay", DECAY[recurrence.decay] + gate),
@@ -87,8 +102,19 @@ def recurrence_section(recurrence: Recurrence | None) -> str:
     return table(("property", "value"), rows)
 
 
+def own_state(mechanism: Mechanism) -> type | None:
+    """The named tuple that a mechanism's function returns as its state, unless the state is that of the recurrence."""
+    returned = get_args(get_type_hints(mechanism.function)["return"])[1]
+    kinds = [kind for kind in (returned, *get_args(returned)) if isinstance(kind, type) and issubclass(kind, tuple)]
+    return next((kind for kind in kinds if kind is not engine.NormalizedState), None)
+
+
 def state_section(mechanism: Mechanism) -> str:
     """Shape of the function's state and its bytes a sequence."""
+    state = None if mechanism.recurrence is None else own_state(mechanism)
+    if state is not None:
+        fields = ", ".join(f"`{name}`" for name in inspect.get_annotations(state))
+        return f"A `{state.__name__}` of {fields}:\n\n{docstring(state)}"
     recurrence = mechanism.recurrence
     if recurrence is None:
         sizes = {argument.name: argument.dims.split()[2:] for argument in mechanism.arguments}
@@ -100,6 +126,11 @@ def state_section(mechanism: Mechanism) -> str:
         )
     if recurrence.engine is Engine.SCAN:
         return "`[N, D]`: 4 · D bytes a sequence in float32, however long it is."
+    if recurrence.engine is Engine.SELECTIVE:
+        return (
+            "`[S, D, N]`, float32 (float64 for float64 inputs); S is B, or the number of packed sequences. "
+            "4 · D · N bytes a sequence in float32, however long it is."
+        )
     normalized = recurrence.normalizer is Normalizer.SUM
     shapes_ = "`S` `[N, H, K, V]`" + (" and `z` `[N, H, K]`" if normalized else "")
     size = "4 · H · K · (V + 1)" if normalized else "4 · H · K · V"
@@ -124,12 +155,38 @@ def backend_section(mechanism: Mechanism) -> str:
     return table(("backend", *(f"`{mode.value}`" for mode in Mode)), rows) + "\n\n" + note
 
 
+def function_sections(mechanism: Mechanism) -> list[str]:
+    """What there is to say of a recurrence and its function."""
+    if mechanism.composite:
+        return ["A layer made of the layers of other mechanisms: it has no recurrence or function of its own."]
+    function = mechanism.function
+    query_heads = mechanism.recurrence is None
+    heads = "H query heads, G key and value heads" if query_heads else "H value heads, G query and key heads"
+    axes = f"{heads} (G divides H), K key size, V value size"
+    used = {axis for argument in mechanism.arguments for axis in argument.dims.split()}
+    more = {"R": "R writes a token", "P": "P pairs of key channels", "L": "L levels"}
+    axes = ", ".join([axes, *(meaning for axis, meaning in more.items() if axis in used)])
+    if mechanism.recurrence is not None and mechanism.recurrence.engine is Engine.SELECTIVE:
+        axes = "D channels, G groups of them (G divides D), N numbers a channel"
+    return [
+        "## Recurrence",
+        recurrence_section(mechanism),
+        "## State",
+        state_section(mechanism),
+        "## Backends",
+        backend_section(mechanism),
+        "## Function",
+        table(("argument", "shape", "domain", "meaning"), map(argument_row, mechanism.arguments)),
+        f"B batch, T tokens, {axes}.",
+        f"```python\n{signature(function.__name__, function, 'def')}\n```",
+        docstring(function),
+    ]
+
+
 def page(mechanism: Mechanism) -> str:
     """The page of one mechanism."""
     aliases = ", ".join(f"`{alias}`" for alias in mechanism.aliases)
-    function, layer = mechanism.function, mechanism.layer
-    query_heads = mechanism.recurrence is None
-    heads = "H query heads, G key and value heads" if query_heads else "H value heads, G query and key heads"
+    layer = mechanism.layer
     sections = [
         f"# {mechanism.title}",
         GENERATED,
@@ -137,17 +194,7 @@ def page(mechanism: Mechanism) -> str:
         f"**When:** {mechanism.when}",
         f"**Paper:** {mechanism.paper}",
         f"**Name:** `{mechanism.name}`" + (f" (also {aliases})" if aliases else ""),
-        "## Recurrence",
-        recurrence_section(mechanism.recurrence),
-        "## State",
-        state_section(mechanism),
-        "## Backends",
-        backend_section(mechanism),
-        "## Function",
-        table(("argument", "shape", "domain", "meaning"), map(argument_row, mechanism.arguments)),
-        f"B batch, T tokens, {heads} (G divides H), K key size, V value size.",
-        f"```python\n{signature(function.__name__, function, 'def')}\n```",
-        docstring(function),
+        *function_sections(mechanism),
         "## Layer",
         f"```python\n{signature(layer.__name__, layer, 'class')}\n```",
         docstring(layer),
@@ -160,9 +207,12 @@ def page(mechanism: Mechanism) -> str:
 def index(mechanisms: list[Mechanism]) -> str:
     """The table of all mechanisms."""
     rows = [
-        (f"[{m.title}]({m.name}.md)", f"`{m.function.__name__}`", f"`{m.layer.__name__}`", m.equation, m.when)
+        (
+            f"[{m.title}]({m.name}.md)", "–" if m.composite else f"`{m.function.__name__}`", f"`{m.layer.__name__}`",
+            m.equation, m.when,
+        )
         for m in mechanisms
-    ]
+    ]  # fmt: skip
     header = ("mechanism", "function", "layer", "equation", "when")
     return "\n\n".join(["# Mechanisms", GENERATED, table(header, rows)]) + "\n"
 
@@ -172,7 +222,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is not current")
     check = parser.parse_args().check
-    mechanisms = [registry.get(name) for name in sorted(registry.names())]
+    mechanisms = [registry.get(name) for name in sorted(registry.names(composite=True))]
     pages = {"README.md": index(mechanisms)} | {f"{m.name}.md": page(m) for m in mechanisms}
     stale = []
     FOLDER.mkdir(parents=True, exist_ok=True)
