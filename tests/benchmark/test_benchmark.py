@@ -14,6 +14,7 @@ from linattn import registry
 from linattn.benchmark import compare, draw, machine, peak_memory, picture, timed, write_csv, write_json
 from linattn.benchmark.__main__ import main
 from linattn.benchmark.report import notes, size
+from linattn.testing import Sizes
 
 TINY = {"heads": 2, "key_size": 8, "budget": 30.0}
 
@@ -53,7 +54,7 @@ def test_what_does_not_fit_the_budget_is_left_out_and_said() -> None:
 
 
 def test_drawn_inputs_follow_the_argument_table() -> None:
-    sizes = {"B": 1, "T": 5, "G": 2, "H": 4, "K": 3, "V": 6}
+    sizes = Sizes(B=1, T=5, G=2, H=4, K=3, V=6).axes()
     for name in registry.names():
         mechanism = registry.get(name)
         drawn = draw(mechanism, sizes, dtype=torch.bfloat16, seed=1)

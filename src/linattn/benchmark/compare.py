@@ -16,6 +16,7 @@ from linattn.benchmark.inputs import cut, draw
 from linattn.benchmark.measure import peak_memory, relative_error, timed
 from linattn.mechanisms.softmax_attention import KVCache
 from linattn.registry import Mechanism
+from linattn.testing import Sizes
 
 ERROR_TOKENS = 256  # the float64 reference goes token by token
 TRIAL_TOKENS = 1024  # where all lengths are longer, this one is tried first, to foresee their times
@@ -77,10 +78,13 @@ def compare(
     Raises ValueError for an unknown mechanism or a size that is not positive.
     """
     chosen = list(dict.fromkeys(registry.get(name).name for name in mechanisms))
+    for name in chosen:
+        if registry.get(name).composite:
+            raise fail("mechanisms", f"{name!r}, a layer of several", "mechanisms with a function of their own")
     chosen.sort(key=lambda name: registry.get(name).recurrence is None)  # what costs most comes last, a length
     lengths = sorted(set(tokens))
     value_size = key_size if value_size is None else value_size
-    sizes = {"B": batch, "H": heads, "G": heads, "K": key_size, "V": value_size}
+    sizes = Sizes(B=batch, G=heads, H=heads, K=key_size, V=value_size).axes()
     given = {"batch": batch, "heads": heads, "key_size": key_size, "value_size": value_size}
     for name, value in {**given, "tokens": min(lengths, default=0), "budget": budget}.items():
         if not value > 0:

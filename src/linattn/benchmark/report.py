@@ -66,7 +66,7 @@ def picture(file: str | Path, rows: Sequence[Row], machine: Machine) -> None:
     _panel(panels[0, 1], rows, "Training: peak memory beyond the inputs", "MB", "training_bytes", 1e-6)
     _panel(panels[1, 0], rows, "Generation: one more token", "µs", "token_us")
     _panel(panels[1, 1], rows, "Generation: KV cache or state", "MB", "state_bytes", 1e-6)
-    panels[1, 1].legend(loc="center left")
+    panels[0, 0].legend(loc="upper left")  # where no curve passes
     figure.suptitle(
         f"batch {first.batch}, {first.heads} heads of {first.key_size}×{first.value_size}, {first.dtype}, "
         f"{first.device}\n{machine}",
