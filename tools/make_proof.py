@@ -13,6 +13,7 @@ from make_docs import table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "proof.md"
+WHAT = ("logits", "token by token", "gradients", "state")
 HEAD = """# Proof
 
 <!-- Written by `make proof`; edit tests/proof instead. -->
@@ -38,8 +39,11 @@ def main() -> int:
             found = json.loads(line)
             key = (found["mechanism"], found["oracle"], found["what"])
             worst[key] = max(worst.get(key, 0.0), found["error"])
-    rows = [(*key, f"{error:.1e}") for key, error in sorted(worst.items())]
-    PAGE.write_text(f"{HEAD}\n{table(('mechanism', 'against', 'what', 'error'), rows)}\n", encoding="utf-8")
+    pairs = sorted({key[:2] for key in worst})
+    rows = [
+        (*pair, *(f"{worst[*pair, what]:.1e}" if (*pair, what) in worst else "" for what in WHAT)) for pair in pairs
+    ]
+    PAGE.write_text(f"{HEAD}\n{table(('mechanism', 'against', *WHAT), rows)}\n", encoding="utf-8")
     return 0
 
 

@@ -59,4 +59,4 @@ def test_what_transformers_saved(tmp_path: Path, case: str, shards: bool) -> Non
     assert (tmp_path / "m" / "model.safetensors.index.json").exists() == shards
     ours = linattn.load(tmp_path / "m")
     with torch.no_grad():
-        judge(ours.config.pattern, f"transformers {name}", "loaded", ours(IDS)[0], model(IDS).logits)
+        judge(ours.config.pattern, f"transformers {name}, its files loaded", "logits", ours(IDS)[0], model(IDS).logits)

@@ -131,7 +131,7 @@ def test_outputs_state_and_gradients(
             grads["state"] = grads["state"] * (buckets != 0)
         results.append((o, final, grads))
     (o, final, grads), (true_o, true_final, true_grads) = results
-    judge(name, ORACLE, "output", o, true_o)
+    judge(name, ORACLE, "logits", o, true_o)
     judge(name, ORACLE, "state", final, true_final)
     judge(name, ORACLE, "gradients", grads, true_grads)
 
