@@ -5,11 +5,15 @@ That gradients equal the reference's in every dtype is part of test_law_accuracy
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from laws.cases import ENGINE, MECHANISMS, RECURRENCES, pairs
 
-from linattn.testing import Case, Form, Sizes, Subject, law_gradients
+from linattn.recurrence import Domain
+from linattn.testing import Case, Form, Sizes, Subject, law_accuracy, law_gradients
 
 TINY = Sizes(B=1, T=4, G=1, H=2, K=2, V=2)
 
@@ -43,3 +47,24 @@ def test_under_strong_gates(subject: Subject, form: Form, gates: str) -> None:
 def test_across_chunks(name: str) -> None:
     sizes = Sizes(B=1, T=67, G=1, H=1, K=1, V=1)
     law_gradients(Case(ENGINE[name], sizes, torch.float64), Form("chunked", "chunkwise"))
+
+
+def _by_its_rate(name: str) -> Subject:
+    """The recurrence with the gate g = -e^{2 w}, as models learn it: mild and strong decays side by side."""
+    subject = ENGINE[name]
+
+    def function(*, w: torch.Tensor, **rest: Any) -> Any:
+        return subject.function(g=-(2 * w).exp(), **rest)
+
+    arguments = tuple(replace(x, name="w", domain=Domain.REAL) if x.name == "g" else x for x in subject.arguments)
+    return Subject(f"{name} by its rate", function, arguments, subject.recurrence)
+
+
+READS = ("after", "before")
+RATES = [_by_its_rate(f"{decay}+additive+{read}") for decay in ("token_head", "token_channel") for read in READS]
+
+
+@pytest.mark.parametrize(("subject", "form"), pairs(RATES, reference=False))
+def test_rates(subject: Subject, form: Form) -> None:
+    """A strong decay's gradient, tiny as it is, is multiplied by its logarithm on the way to the rate."""
+    law_accuracy(Case(subject, Sizes(B=2, T=100, G=1, H=2, K=16, V=8)), form)

@@ -18,8 +18,8 @@
 //
 // The gradients of an additive write are three sweeps, and that of its gate a running sum within the block, from S . X
 // at its end on: what a token reads is decayed by the gates up to its own, what it writes by those after it,
-// dg_t - dg_{t+1} = q_t dq_t - k_t dk_t. Where all gates are strong, their gradients are too small to be had as
-// differences, and where they are fixed, they sum over all tokens: there gradient_tile sums S . X token by token.
+// dg_t - dg_{t+1} = q_t dq_t - k_t dk_t. Where a gate is strong, its gradient is too small to be had as a difference, and
+// where gates are fixed, they sum over all tokens: there gradient_tile sums S . X token by token.
 #include <cstdint>
 #ifdef _OPENMP
 #include <omp.h>
@@ -41,7 +41,7 @@ constexpr int R = 4;
 #endif
 constexpr int GR = 8, GW = 1;  // values, and vectors of keys, of the backward's
 constexpr int64_t SHORT = 16;   // tokens that the gate's gradient sums differences over
-constexpr double LASTS = 0.5;    // the mildest decay a token, in the mean over a block, that differences need
+constexpr float MILD = 0.25f;    // the strongest decay whose gradient may be had by differences
 
 // An odd number of cache lines, so that successive rows fall into different sets.
 int64_t stride_of(int64_t n) { return LINE * (ceil_to(n, LINE) / LINE | 1); }
@@ -691,17 +691,14 @@ Walk additive_walk(const Matrix& p) {
   return p.before ? additive_gradients<2, true> : additive_gradients<2, false>;
 }
 
-// Whether some gate of the block lasts, in the mean over its tokens.
-bool lasting(const Matrix& p, const Block& m, int64_t n) {
+// Whether every decay of the block is mild. A strong one's gradient is as small as it, and is often multiplied by its
+// logarithm on the way to a parameter: rounding of differences would stand out.
+bool mild(const Matrix& p, const Block& m, int64_t n) {
   const int64_t D = scalar_decay(p) ? 1 : p.K;
-  double longest = 0, least_wanted = 1;
-  for (int64_t i = 0; i < n; i++) least_wanted *= LASTS;
-  for (int64_t j = 0; j < D; j++) {
-    double whole = 1;
-    for (int64_t i = 0; i < n; i++) whole *= m.d[i * m.ks + j];
-    longest = whole > longest ? whole : longest;
-  }
-  return longest >= least_wanted;
+  bool every = true;
+  for (int64_t i = 0; i < n; i++)
+    for (int64_t j = 0; j < D; j++) every &= m.d[i * m.ks + j] >= MILD;
+  return every;
 }
 
 using AdjointWalk = void (*)(const Block&, int64_t, int64_t);
@@ -779,7 +776,7 @@ void backward_task(const Matrix& p, const Task& t, const Block& m, Walk walk, Ad
       if (begin + n < t.length) transpose(m, m.XT, m.X, m.vs);
       adjoint_walk(m, n, shift);
     }
-    const bool swept = !low && (!p.dg || (!fixed && lasting(p, m, n)));
+    const bool swept = !low && (!p.dg || (!fixed && mild(p, m, n)));
     if (swept) {
       if (!follows) transpose_back(m, m.X, m.XT);
       additive_walk(p)(m, n);
