@@ -192,6 +192,17 @@ def test_grouped_heads(subject: Subject) -> None:
     law_accuracy(Case(subject, Sizes(B=1, T=35, G=2, H=4, K=16, V=8), torch.bfloat16, device=DEVICE), FORM)
 
 
+@pytest.mark.parametrize("name", ["token_head+additive+after", "token_channel+additive+after"])
+def test_decays_that_vanish_have_no_gradient(name: str) -> None:
+    """Not the rounding of a difference, which the logarithm of the decay would multiply on its way to a rate."""
+    case = Case(ENGINE[name], SMALL, gates="mixed", continued=False, device=DEVICE)
+    dg = evaluate(case, call(case, FORM), case.tensors(), None)["gradient of g"]
+    gone = case.tensors()["g"] < -1000
+    assert gone.any()
+    assert not dg[gone].any()
+    assert dg[~gone].any()
+
+
 @pytest.mark.skipif(INTERPRETED, reason="takes long in the interpreter")
 @pytest.mark.parametrize("subject", FEW, ids=str)
 def test_laws(subject: Subject) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -197,6 +198,9 @@ def backward(x: MatrixInputs, do: Tensor, dS: Tensor | None, need_g: bool, need_
         if dg is not None and c.decay != 4:  # partial sums: over sequences, over blocks of channels
             assert c.g is not None
             dg = dg.sum((0, 2) if c.decay == 1 else 0).to(c.g.dtype)
+        if dg is not None:  # smaller than what rounding left in the difference, and to be multiplied by its logarithm
+            assert c.g is not None
+            dg = dg.masked_fill(torch.lt(c.g, math.log(torch.finfo(c.v.dtype).eps)), 0)
         if du is not None:
             assert c.u is not None
             du = du.sum(0).to(c.u.dtype)
