@@ -81,16 +81,19 @@ class Backend(ABC):
     def matrix(self, inputs: MatrixInputs, mode: Mode | None) -> tuple[Tensor, Tensor]:
         """Output [B, T, H, V] in v's dtype and final state [N, H, K, V] in :func:`state_dtype`."""
 
-    @abstractmethod
     def scan(
         self, x: Tensor, g: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, mode: Mode | None
     ) -> tuple[Tensor, Tensor]:
-        """All states h [B, T, D] in x's dtype and the final state [N, D] in :func:`state_dtype`."""
+        """All states h [B, T, D] in x's dtype and the final state [N, D] in :func:`state_dtype`.
+
+        Optional: a backend without it refuses the recurrence in :meth:`unsuited`.
+        """
+        raise NotImplementedError(f"the {self.name} backend refuses elementwise recurrences")
 
     def selective_scan(self, inputs: SelectiveInputs, mode: Mode | None) -> tuple[Tensor, Tensor]:
         """Output [B, T, D] in x's dtype and final state [S, D, N] in :func:`state_dtype`.
 
-        Optional: a backend without it refuses the recurrence in :meth:`unsuited`.
+        Optional, as :meth:`scan`.
         """
         raise NotImplementedError(f"the {self.name} backend refuses selective scans")
 

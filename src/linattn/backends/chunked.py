@@ -247,7 +247,7 @@ class _Decays(ABC):
         return z.sum(-1, keepdim=True) if self.scalar else z
 
     def _collect_scalar_pairs(self, weight: Tensor, late: bool) -> None:
-        """The same for weight [.., C, C]: sums over j < l by a product, then those over i."""
+        """:meth:`_collect_pairs` for weight [.., C, C]: sums over j < l by a product, then those over i."""
         C = weight.shape[-1]
         before = torch.ones(C, C, dtype=weight.dtype, device=weight.device).triu(1)
         self.dg = _add(self.dg, (weight @ before).tril_(-1 if late else 0).sum(-2).unsqueeze(-1))
@@ -347,8 +347,11 @@ class _Strong(_Decays):
 
     def pair(self, x: _Rows, y: _Rows, strict: bool) -> Tensor:
         R = self._products(x.late)
-        many = None if self.scalar else (x.raw.unsqueeze(-2) * R).mul_(y.raw.unsqueeze(-3))
-        P = (x.raw @ y.raw.mT) * R[..., 0] if many is None else many.sum(-1)
+        P = (
+            (x.raw @ y.raw.mT) * R[..., 0]
+            if self.scalar
+            else (x.raw.unsqueeze(-2) * R).mul_(y.raw.unsqueeze(-3)).sum(-1)
+        )
         return P.tril_(-1) if strict else P
 
     def pair_backward(self, dP: Tensor, P: Tensor, x: _Rows, y: _Rows, strict: bool) -> None:
@@ -357,7 +360,6 @@ class _Strong(_Decays):
         if self.scalar:
             Z = dP * R[..., 0]
             x.d_pair, y.d_pair = _product(Z, y.raw, x.d_pair), _product(Z.mT, x.raw, y.d_pair)
-            weight = None
             if self.need_g:
                 self._collect_scalar_pairs(dP * P, x.late)
         else:
@@ -365,9 +367,8 @@ class _Strong(_Decays):
             x.d_pair = _add(x.d_pair, (Z * y.raw.unsqueeze(-3)).sum(-2))
             Z *= x.raw.unsqueeze(-2)
             y.d_pair = _add(y.d_pair, Z.sum(-3))
-            weight = Z.mul_(y.raw.unsqueeze(-3)) if self.need_g else None
-        if weight is not None:
-            self._collect_pairs(weight, x.late)
+            if self.need_g:
+                self._collect_pairs(Z.mul_(y.raw.unsqueeze(-3)), x.late)
 
     def gradient(self, rows: _Rows) -> Tensor:
         total = rows.d_pair

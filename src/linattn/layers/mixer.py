@@ -7,9 +7,11 @@ from abc import abstractmethod
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linattn import _checks
+from linattn.layers.norms import promote
 
 
 class Mixer(nn.Module):
@@ -95,6 +97,16 @@ def no_weight_decay(value: Tensor) -> nn.Parameter:
     parameter = nn.Parameter(value)
     parameter._no_weight_decay = True  # type: ignore[attr-defined]
     return parameter
+
+
+def log_rates(heads: int, low: float) -> nn.Parameter:
+    """[heads]: A_log, logarithms of rates of decay drawn uniformly from [low, 16], as Mamba-2 initialises them."""
+    return no_weight_decay(torch.empty(heads).uniform_(low, 16).log())
+
+
+def log_decay(z: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
+    """g = -e^{A_log} softplus(z + dt_bias) for z [B, T, H], in float32 (float64 for float64)."""
+    return -promote(A_log).exp() * F.softplus(promote(z) + dt_bias)
 
 
 def time_step_bias(heads: int, low: float = 1e-3, high: float = 1e-1, floor: float = 0.0) -> Tensor:

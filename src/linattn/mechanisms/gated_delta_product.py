@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from linattn import _checks, engine
 from linattn.layers.convolution import ShortConvolution
-from linattn.layers.mixer import Mixer, mask_gate, no_weight_decay, time_step_bias
+from linattn.layers.mixer import Mixer, log_decay, log_rates, mask_gate, no_weight_decay, time_step_bias
 from linattn.layers.norms import RMSNorm, l2_normalize, promote
 from linattn.layers.sizes import divide, three_quarter_heads
 from linattn.recurrence import QUERY, Argument, Decay, Domain, Recurrence, Write
@@ -143,7 +143,7 @@ class GatedDeltaProduct(Mixer):
         self.conv1d = ShortConvolution(sum(self.conv_sizes), conv_size)
         if forget_gate:
             # Not from 0, whose logarithm is no number to learn from.
-            self.A_log = no_weight_decay(torch.empty(self.num_v_heads).uniform_(1e-4, 16).log())
+            self.A_log = log_rates(self.num_v_heads, 1e-4)
             self.dt_bias = no_weight_decay(time_step_bias(self.num_v_heads))
         self.norm = RMSNorm(self.head_v_dim, eps=norm_eps)
         self.out_proj = nn.Linear(value_dim, d_model, bias=False)
@@ -159,9 +159,7 @@ class GatedDeltaProduct(Mixer):
         k = k.unflatten(-1, (self.num_householder, self.num_heads, -1))
         v = v.unflatten(-1, (self.num_householder, self.num_v_heads, -1))
         beta = self.beta_max * promote(b).sigmoid().unflatten(-1, (self.num_householder, -1))
-        g = None
-        if self.forget_gate:
-            g = mask_gate(-promote(self.A_log).exp() * F.softplus(promote(a) + self.dt_bias), mask)
+        g = mask_gate(log_decay(a, self.A_log, self.dt_bias), mask) if self.forget_gate else None
         o, recurrent = gated_delta_product(
             l2_normalize(q), l2_normalize(k), v, g, mask_gate(beta, mask),
             state=recurrent, cu_seqlens=cu_seqlens, mode=mode, backend=backend,

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, NamedTuple
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linattn import engine
 from linattn.layers.convolution import ShortConvolution
-from linattn.layers.mixer import Mixer, mask_gate, no_weight_decay, time_step_bias
+from linattn.layers.mixer import Mixer, log_decay, log_rates, mask_gate, no_weight_decay, time_step_bias
 from linattn.layers.norms import RMSNorm, l2_normalize, promote
 from linattn.layers.sizes import divide, three_quarter_heads
 from linattn.recurrence import BETA, QUERY, UNIT_KEY, VALUE, Argument, Decay, Domain, Recurrence, Write
@@ -109,7 +107,7 @@ class GatedDeltaNet(Mixer):
         self.in_proj = nn.Linear(d_model, sum(self.sizes), bias=False)
         self.conv1d = ShortConvolution(sum(self.conv_sizes), conv_size)
         # Not from 0, whose logarithm is no number to learn from.
-        self.A_log = no_weight_decay(torch.empty(self.num_v_heads).uniform_(1e-4, 16).log())
+        self.A_log = log_rates(self.num_v_heads, 1e-4)
         self.dt_bias = no_weight_decay(time_step_bias(self.num_v_heads))
         self.norm = RMSNorm(self.head_v_dim, eps=norm_eps)
         self.out_proj = nn.Linear(value_dim, d_model, bias=False)
@@ -123,7 +121,7 @@ class GatedDeltaNet(Mixer):
         q, k, v = qkv.split(self.conv_sizes, dim=-1)
         q, k = (t.unflatten(-1, (self.num_heads, -1)) for t in (q, k))
         v, z = (t.unflatten(-1, (self.num_v_heads, -1)) for t in (v, z))
-        g = -promote(self.A_log).exp() * F.softplus(promote(a) + self.dt_bias)
+        g = log_decay(a, self.A_log, self.dt_bias)
         beta = self.beta_max * promote(b).sigmoid()
         o, recurrent = self.recur(
             x, l2_normalize(q), l2_normalize(k), v, mask_gate(g, mask), mask_gate(beta, mask),

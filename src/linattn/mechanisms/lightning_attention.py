@@ -17,10 +17,10 @@ from linattn import _checks, engine
 from linattn.layers.mixer import Mixer, mask_gate
 from linattn.layers.norms import RMSNorm
 from linattn.layers.sizes import default_heads, divide
+from linattn.mechanisms.retention import RECURRENCE, retention
 from linattn.recurrence import KEY, QUERY, VALUE, Argument, Decay, Domain, Recurrence
 from linattn.registry import Mechanism, register
 
-RECURRENCE = Recurrence(decay=Decay.HEAD)
 MASKED = Recurrence(decay=Decay.TOKEN_HEAD)  # padding must not decay the state
 
 
@@ -55,14 +55,10 @@ def lightning_attention(
     Returns o [B, T, H, V] in v's dtype and the final state [N, H, K, V].
     Raises ValueError naming the argument that does not fit. Source: arXiv 2401.04658.
     """
-    sizes: dict[str, int] = {}
-    _checks.tensor("v", v, "B T H V", sizes)
     if decay is None:
+        _checks.tensor("v", v, "B T H V", {})
         decay = slope_decay(v.shape[2], device=v.device)
-    _checks.tensor("decay", decay, "H", sizes)
-    return engine.matrix(
-        RECURRENCE, q, k, v, g=decay, scale=scale, state=state, cu_seqlens=cu_seqlens, mode=mode, backend=backend
-    )  # type: ignore[return-value]
+    return retention(q, k, v, decay, scale=scale, state=state, cu_seqlens=cu_seqlens, mode=mode, backend=backend)
 
 
 class LightningAttentionState(NamedTuple):

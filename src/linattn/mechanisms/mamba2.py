@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from linattn import _checks, engine
 from linattn.layers.convolution import ShortConvolution
-from linattn.layers.mixer import Mixer, mask_gate, no_weight_decay, time_step_bias
+from linattn.layers.mixer import Mixer, log_rates, mask_gate, no_weight_decay, time_step_bias
 from linattn.layers.norms import RMSNorm, promote
 from linattn.layers.sizes import default_heads, divide
 from linattn.recurrence import Argument, Decay, Domain, Recurrence
@@ -136,7 +136,7 @@ class Mamba2(Mixer):
         self.conv_sizes = (inner, groups, groups)
         self.in_proj = nn.Linear(d_model, sum(self.sizes), bias=False)
         self.conv1d = ShortConvolution(inner + 2 * groups, conv_size, bias=True)
-        self.A_log = no_weight_decay(torch.empty(self.num_heads).uniform_(1, 16).log())
+        self.A_log = log_rates(self.num_heads, 1)
         self.dt_bias = no_weight_decay(time_step_bias(self.num_heads))
         self.D = no_weight_decay(torch.ones(self.num_heads))
         self.norm = RMSNorm(inner, eps=norm_eps, groups=num_groups, gate_first=True)

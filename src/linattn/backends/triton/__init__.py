@@ -149,10 +149,5 @@ class Triton(Backend):
             _checks.boundaries(inputs.cu_seqlens, inputs.v.shape[1])
         return _Eager.apply(*inputs) if torch.is_grad_enabled() else _run(inputs)
 
-    def scan(
-        self, x: Tensor, g: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, mode: Mode | None
-    ) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("refused")
-
 
 KERNELS[Triton.name] = _Sweeps()

@@ -512,9 +512,9 @@ void adjoint(const Block& m, int64_t n, int64_t shift) {
 }
 
 // GR values x GW vectors of keys of S^T, then of X^T. wrote: the values that k writes (w for delta).
-template <int D, int Kind, bool Before, bool Gate>
+template <int D, int Kind, bool Before>
 void gradient_tile(const Block& m, int64_t n, int64_t k0, int64_t v0) {
-  constexpr bool Low = Kind != ADDITIVE, Both = Kind == LOW_RANK;
+  constexpr bool Low = Kind != ADDITIVE, Both = Kind == LOW_RANK, Gate = D != 0;
   constexpr int64_t shift = Before ? 0 : 1, tile = GR * GW * L;
   const int64_t ks = m.ks, vs = m.vs;
   const float *q = m.q + k0, *k = m.k + k0, *d = D ? m.d + (D == 2 ? k0 : 0) : nullptr;
@@ -604,10 +604,10 @@ void gradient_tile(const Block& m, int64_t n, int64_t k0, int64_t v0) {
     for (int w = 0; w < GW; w++) store(XT + r * ks + w * L, s[r][w]);
 }
 
-template <int D, int Kind, bool Before, bool Gate>
+template <int D, int Kind, bool Before>
 void gradients(const Block& m, int64_t n) {
   for (int64_t v0 = 0; v0 < m.V; v0 += GR) {
-    for (int64_t k0 = 0; k0 < m.K; k0 += GW * L) gradient_tile<D, Kind, Before, Gate>(m, n, k0, v0);
+    for (int64_t k0 = 0; k0 < m.K; k0 += GW * L) gradient_tile<D, Kind, Before>(m, n, k0, v0);
     if (Kind == ADDITIVE)
       for (int64_t t = 0; t < n; t++)
         for (int r = 0; r < GR; r++) m.dv[t * m.vs + v0 + r] = sum(load(m.sums + (t * GR + r) * L));
@@ -616,15 +616,15 @@ void gradients(const Block& m, int64_t n) {
 
 template <int D, int Kind>
 Walk gradient_walk_of(const Matrix& p) {
-  constexpr bool gate = D != 0;
-  return p.before ? gradients<D, Kind, true, gate> : gradients<D, Kind, false, gate>;
+  return p.before ? gradients<D, Kind, true> : gradients<D, Kind, false>;
 }
 
+// An additive write without a decay never comes here: it is swept.
 template <int D>
 Walk gradient_walk_of(const Matrix& p) {
-  return p.write == ADDITIVE ? gradient_walk_of<D, ADDITIVE>(p)
-         : p.write == DELTA  ? gradient_walk_of<D, DELTA>(p)
-                             : gradient_walk_of<D, LOW_RANK>(p);
+  if constexpr (D != 0)
+    if (p.write == ADDITIVE) return gradient_walk_of<D, ADDITIVE>(p);
+  return p.write == LOW_RANK ? gradient_walk_of<D, LOW_RANK>(p) : gradient_walk_of<D, DELTA>(p);
 }
 
 Walk gradient_walk(const Matrix& p) {
