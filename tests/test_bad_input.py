@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,10 @@ import torch
 from torch import Tensor
 
 import linattn
-from linattn.recurrence import Decay, Normalizer, Read, Recurrence, Write
+from linattn import engine
+from linattn.backends._protocol import MatrixInputs
+from linattn.backends.chunked import Chunked
+from linattn.recurrence import Decay, Mode, Normalizer, Read, Recurrence, Write
 from linattn.testing import Case, Sizes, Subject, forms
 
 SIZES = Sizes(B=2, T=6, G=2, H=4, K=8, V=5)
@@ -148,6 +152,36 @@ def test_mechanisms(name: str, argument: str, change: Change, backend: str) -> N
     arguments |= change({n: x for n, x in arguments.items() if isinstance(x, Tensor)})
     with pytest.raises(ValueError, match=rf"^({argument}): (got|no backend)"):
         linattn.get(name).function(**arguments)
+
+
+@pytest.mark.parametrize(("argument", "change"), ANY, ids=[f"{n}-{a}" for n, (a, _) in enumerate(ANY)])
+def test_a_good_call_before_hides_nothing(argument: str, change: Change) -> None:
+    """Checks that passed are remembered by shapes, dtypes and devices."""
+    function, arguments = linattn.get("gated_linear_attention").function, good("gated_linear_attention")
+    for _ in range(2):
+        function(**arguments)
+        with pytest.raises(ValueError, match=rf"^({argument}): (got|no backend)"):
+            function(**(arguments | change(arguments)))
+
+
+def test_what_is_remembered_keeps_no_tensor_and_follows_the_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Here(Chunked):
+        calls = 0
+
+        def matrix(self, inputs: MatrixInputs, mode: Mode | None) -> tuple[Tensor, Tensor]:
+            self.calls += 1
+            return super().matrix(inputs, mode)
+
+    arguments = good("gated_linear_attention")
+    alive = weakref.ref(arguments["q"])
+    first, second = Here(), Here()
+    for backend in (first, second):
+        monkeypatch.setattr(engine, "BACKENDS", {"here": backend})
+        for _ in range(2):
+            linattn.gated_linear_attention(**arguments)
+        assert backend.calls == 2
+    del arguments
+    assert alive() is None
 
 
 MAMBA2 = [

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import pairwise
+from collections.abc import Callable, Hashable, Mapping
+from itertools import islice, pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+MANY = 4096  # calls that are remembered
+Result = TypeVar("Result")
+_NEW: Any = object()
+_passed: dict[tuple[Any, ...], Any] = {}
+
+
+def remembered(check: Callable[..., Result], how: tuple[Hashable, ...], *tensors: Any) -> Result:
+    """``check(*how, *tensors)``, at once where it passed before with tensors of the same shapes, dtypes and devices.
+
+    The check may look at nothing else of them, nor at anything but its arguments. No tensor is kept.
+    """
+    key, result = None, _NEW
+    if not torch.compiler.is_compiling():
+        try:
+            key = (check, how, *[None if t is None else (t.shape, t.dtype, t.device) for t in tensors])
+            result = _passed.get(key, _NEW)
+        except (AttributeError, TypeError):  # no tensors, as the check will say, or symbolic sizes
+            key = None
+    if result is _NEW:
+        result = check(*how, *tensors)
+        if key is not None:
+            if len(_passed) >= MANY:
+                _passed.clear()
+            _passed[key] = result
+    return result
 
 
 def fail(name: str, came: object, wanted: object) -> ValueError:
@@ -34,13 +60,12 @@ def tensor(name: str, value: object, dims: str, sizes: dict[str, int], dtype: to
     """
     if not isinstance(value, Tensor):
         raise fail(name, type(value).__name__, f"a tensor [{', '.join(dims.split())}]")
-    axes = dims.split()
-    shape = value.shape
+    axes, shape, known = dims.split(), value.shape, len(sizes)
     if len(shape) != len(axes):
         raise fail(name, f"shape {list(shape)}", f"{len(axes)} axes [{_known(axes, sizes)}]")
-    given = dict(sizes)
     for axis, size in zip(axes, shape, strict=True):
         if sizes.setdefault(axis, size) != size:
+            given = dict(islice(sizes.items(), known))
             raise fail(name, f"shape {list(shape)}", f"[{_known(axes, given)}]")
     if value.dtype not in FLOATS:
         raise fail(name, f"dtype {value.dtype}", "float32, bfloat16, float16 or float64")

@@ -8,13 +8,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from linattn import _checks, registry
-from linattn.backends._protocol import Backend, MatrixInputs, Request, SelectiveInputs, state_dtype
+from linattn.backends._protocol import (
+    AverageInputs,
+    Backend,
+    MatrixInputs,
+    Request,
+    SelectiveInputs,
+    SumInputs,
+    state_dtype,
+)
 from linattn.backends.chunked import Chunked
 from linattn.backends.cpu import Cpu
 from linattn.backends.reference import Reference
@@ -111,11 +119,30 @@ def _form(mode: str) -> Mode | None:
     return None if mode == "auto" else Mode(mode)
 
 
-def _backend(backend: str, request: Request) -> Backend:
-    explanation = choose(backend, request)
-    if explanation.backend is None:
-        raise ValueError(f"backend: {explanation}")
-    return BACKENDS[explanation.backend]
+class _Plan(NamedTuple):
+    """What the forms of a call's tensors decide: the request, and the backends that serve it where the machine can."""
+
+    request: Request
+    backend: str
+    suited: tuple[Backend, ...]
+
+    @property
+    def engine(self) -> Backend:
+        """The first of them that the machine has now. Raises ValueError where there is none."""
+        for backend in self.suited:
+            if backend.unavailable(self.request.device) is None:
+                return backend
+        raise ValueError(f"backend: {choose(self.backend, self.request)}")
+
+
+def _plan(backend: str, known: tuple[Backend, ...], request: Request) -> _Plan:
+    return _Plan(request, backend, tuple(engine for engine in known if engine.unsuited(request) is None))
+
+
+def _named(backend: str) -> tuple[Backend, ...]:
+    """Those to choose from; none for an unknown name, as :func:`choose` will say."""
+    name = PREFERRED if backend == "auto" else backend
+    return tuple(BACKENDS.values()) if name == "auto" else tuple(b for n, b in BACKENDS.items() if n == name)
 
 
 def _check_gate(g: Tensor | None, decay: Decay, sizes: dict[str, int]) -> None:
@@ -157,6 +184,47 @@ def matrix(
     Returns o [B, T, H, V] in v's dtype and the state, float32 (float64 for float64 inputs).
     Raises ValueError on a shape, dtype, device, gate, boundary, mode or backend that doesn't fit.
     """
+    S: Any = state
+    z: Tensor | None = None
+    if recurrence.normalizer is not Normalizer.NONE and state is not None:
+        S, z = _normalized_parts(state)
+    given = (recurrence, mode, backend, _named(backend))
+    plan = _checks.remembered(_matrix_plan, given, q, k, v, g, beta, a, b, u, weight, S, z, cu_seqlens)
+    engine, form = plan.engine, plan.request.mode
+    scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
+    write, read = recurrence.write, recurrence.read
+    if recurrence.normalizer is Normalizer.NONE:
+        return engine.matrix(MatrixInputs(q, k, v, g, beta, a, b, u, S, cu_seqlens, scale, write, read), form)
+    # Numerator and denominator leave the backend in float32, so that half inputs lose nothing in the ratio.
+    dtype, V, wide = v.dtype, v.shape[-1], state_dtype(v.dtype)
+    q, k, v, w = q.to(wide), k.to(wide), v.to(wide), None if weight is None else weight.to(wide)
+    found = engine.sums(SumInputs(q, k, v, g, w, S, z, cu_seqlens, scale))
+    if found is not None:
+        o, zq, S, z = found
+        below = zq.abs().clamp_min(EPSILON) if denominator is None else denominator(zq)
+        return (o / below.unsqueeze(-1)).to(dtype), NormalizedState(S, z)
+    # The sum of keys is one more value column, of ones.
+    v = torch.cat([v, v.new_ones(()).expand(*v.shape[:-1], 1)], -1)
+    v = v if w is None else v * w.unsqueeze(-1)
+    S = None if S is None or z is None else torch.cat([S, z.unsqueeze(-1)], -1)
+    o, S = engine.matrix(MatrixInputs(q, k, v, g, beta, a, b, u, S, cu_seqlens, scale, write, read), form)
+    zq = o[..., V]
+    o = o[..., :V] / (zq.abs().clamp_min(EPSILON) if denominator is None else denominator(zq)).unsqueeze(-1)
+    return o.to(dtype), NormalizedState(S[..., :V], S[..., V])
+
+
+def _normalized_parts(state: Tensor | NormalizedState) -> NormalizedState:
+    if isinstance(state, Tensor) or len(state) != 2:
+        raise _checks.fail("state", type(state).__name__, "a NormalizedState(S, z)")
+    return NormalizedState(*state)
+
+
+def _matrix_plan(
+    recurrence: Recurrence, mode: str, backend: str, known: tuple[Backend, ...], q: Tensor, k: Tensor, v: Tensor,
+    g: Tensor | None, beta: Tensor | None, a: Tensor | None, b: Tensor | None, u: Tensor | None,
+    weight: Tensor | None, S: Tensor | None, z: Tensor | None, cu_seqlens: Tensor | None,
+) -> _Plan:  # fmt: skip
+    """The checks of :func:`matrix`."""
     if recurrence.engine is not Engine.MATRIX:
         raise _checks.fail("recurrence", f"engine {recurrence.engine.value!r}", "'matrix'")
     sizes: dict[str, int] = {}
@@ -185,41 +253,13 @@ def matrix(
         _checks.cu_seqlens_form(cu_seqlens, B)
     sizes["N"] = B if cu_seqlens is None else cu_seqlens.numel() - 1
 
-    dtype = v.dtype
-    if normalized:
-        # The sum of keys is one more value column, of ones. Numerator and denominator leave the backend in float32, so
-        # that half inputs lose nothing in the ratio: the column's dtype makes the one copy of v float32.
-        v = torch.cat([v, v.new_ones((), dtype=state_dtype(dtype)).expand(*v.shape[:-1], 1)], -1)
-        v = v if weight is None else v * weight.to(v.dtype).unsqueeze(-1)
-        if state is not None:
-            S, z = _normalized_parts(state)
-            _checks.tensor("state.S", S, "N H K V", sizes, state_dtype(v.dtype))
-            _checks.tensor("state.z", z, "N H K", sizes, state_dtype(v.dtype))
-            state = torch.cat([S, z.unsqueeze(-1)], -1)
-    elif state is not None:
-        _checks.tensor("state", state, "N H K V", sizes, state_dtype(v.dtype))
-    S_in = state if isinstance(state, Tensor) else None
-    _checks.same_device(
-        {"v": v, "q": q, "k": k, "g": g, "beta": beta, "a": a, "b": b, "u": u, "state": S_in, "cu_seqlens": cu_seqlens}
-    )
-    request = Request(v.device, dtype, _form(mode), recurrence, K, v.shape[-1])
-    engine = _backend(backend, request)
-    inputs = MatrixInputs(
-        q.to(v.dtype), k.to(v.dtype), v, g, beta, a, b, u, S_in, cu_seqlens,
-        K**-0.5 if scale is None else float(scale), recurrence.write, recurrence.read,
-    )  # fmt: skip
-    if not normalized:
-        return engine.matrix(inputs, request.mode)
-    o, S_out = engine.matrix(inputs, request.mode)
-    zq = o[..., V]
-    o = o[..., :V] / (zq.abs().clamp_min(EPSILON) if denominator is None else denominator(zq)).unsqueeze(-1)
-    return o.to(dtype), NormalizedState(S_out[..., :V], S_out[..., V])
-
-
-def _normalized_parts(state: Tensor | NormalizedState) -> NormalizedState:
-    if isinstance(state, Tensor) or len(state) != 2:
-        raise _checks.fail("state", type(state).__name__, "a NormalizedState(S, z)")
-    return NormalizedState(*state)
+    if S is not None:
+        _checks.tensor("state.S" if normalized else "state", S, "N H K V", sizes, state_dtype(v.dtype))
+    if z is not None:
+        _checks.tensor("state.z", z, "N H K", sizes, state_dtype(v.dtype))
+    tensors = {"v": v, "q": q, "k": k, "g": g, "beta": beta, "a": a, "b": b, "u": u, "state": S, "state.z": z}
+    _checks.same_device(tensors | {"cu_seqlens": cu_seqlens})
+    return _plan(backend, known, Request(v.device, v.dtype, _form(mode), recurrence, K, V))
 
 
 def scan(
@@ -236,6 +276,33 @@ def scan(
     x: [B, T, D]; g: [B, T, D] or [D], natural log, ≤ 0; state: [N, D] in float32 (float64 for float64).
     Returns every h [B, T, D] in x's dtype and the final state [N, D]. Raises ValueError as :func:`matrix` does.
     """
+    plan = _checks.remembered(_scan_plan, (mode, backend, _named(backend)), x, g, state, cu_seqlens)
+    return plan.engine.scan(x, g, state, cu_seqlens, plan.request.mode)
+
+
+def average(
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    u: Tensor,
+    *,
+    state: tuple[Tensor, Tensor, Tensor] | None = None,
+    cu_seqlens: Tensor | None = None,
+    mode: str = "auto",
+    backend: str = "auto",
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]] | None:
+    """Run RWKV-4's average (:func:`linattn.mechanisms.rwkv4.rwkv4`, which checks its tensors) if the backend of a scan
+    has a kernel for it; None if it has not. Raises ValueError on a gate, boundary, mode or backend that doesn't fit.
+    """
+    plan = _checks.remembered(_scan_plan, (mode, backend, _named(backend)), v, g, None, cu_seqlens)
+    return plan.engine.average(AverageInputs(k, v, g, u, state, cu_seqlens), plan.request.mode)
+
+
+def _scan_plan(
+    mode: str, backend: str, known: tuple[Backend, ...], x: Tensor, g: Tensor, state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> _Plan:  # fmt: skip
+    """The checks of :func:`scan`."""
     sizes: dict[str, int] = {}
     _checks.tensor("x", x, "B T D", sizes)
     _checks.tensor("g", g, "D" if isinstance(g, Tensor) and g.dim() == 1 else "B T D", sizes)
@@ -245,8 +312,8 @@ def scan(
     if state is not None:
         _checks.tensor("state", state, "N D", sizes, state_dtype(x.dtype))
     _checks.same_device({"x": x, "g": g, "state": state, "cu_seqlens": cu_seqlens})
-    request = Request(x.device, x.dtype, _form(mode), Recurrence(Engine.SCAN, Decay.TOKEN_CHANNEL))
-    return _backend(backend, request).scan(x, g, state, cu_seqlens, request.mode)
+    recurrence = Recurrence(Engine.SCAN, Decay.TOKEN_CHANNEL)
+    return _plan(backend, known, Request(x.device, x.dtype, _form(mode), recurrence))
 
 
 def selective_scan(
@@ -269,6 +336,16 @@ def selective_scan(
 
     Returns y [B, T, D] in x's dtype and the final state [S, D, N]. Raises ValueError as :func:`matrix` does.
     """
+    given = (mode, backend, _named(backend))
+    plan = _checks.remembered(_selective_plan, given, x, dt, A, B, C, state, cu_seqlens)
+    return plan.engine.selective_scan(SelectiveInputs(x, dt, A, B, C, state, cu_seqlens), plan.request.mode)
+
+
+def _selective_plan(
+    mode: str, backend: str, known: tuple[Backend, ...], x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
+    state: Tensor | None, cu_seqlens: Tensor | None,
+) -> _Plan:  # fmt: skip
+    """The checks of :func:`selective_scan`."""
     sizes: dict[str, int] = {}
     _checks.tensor("x", x, "B T D", sizes)
     _checks.tensor("dt", dt, "B T D", sizes)
@@ -283,9 +360,7 @@ def selective_scan(
         _checks.tensor("state", state, "S D N", sizes, state_dtype(x.dtype))
     _checks.same_device({"x": x, "dt": dt, "A": A, "B": B, "C": C, "state": state, "cu_seqlens": cu_seqlens})
     recurrence = Recurrence(Engine.SELECTIVE, Decay.TOKEN_CHANNEL)
-    request = Request(x.device, x.dtype, _form(mode), recurrence)
-    inputs = SelectiveInputs(x, dt, A, B, C, state, cu_seqlens)
-    return _backend(backend, request).selective_scan(inputs, request.mode)
+    return _plan(backend, known, Request(x.device, x.dtype, _form(mode), recurrence))
 
 
 def summary(

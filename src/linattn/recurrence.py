@@ -22,7 +22,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Engine(Enum):
+class _Word(Enum):
+    """Hashed by identity, as members are compared; Enum hashes their names, which takes longer."""
+
+    __hash__ = object.__hash__
+
+
+class Engine(_Word):
     """Which of the recurrences: a matrix state, an elementwise one, or the selective scan of a state space."""
 
     MATRIX = "matrix"
@@ -30,7 +36,7 @@ class Engine(Enum):
     SELECTIVE = "selective"
 
 
-class Decay(Enum):
+class Decay(_Word):
     """The kind of decay; its value spells the dimensions of the gate ``g``."""
 
     NONE = ""
@@ -45,7 +51,7 @@ class Decay(Enum):
         return self in (Decay.HEAD, Decay.CHANNEL)
 
 
-class Write(Enum):
+class Write(_Word):
     """How a token changes the state besides decaying it."""
 
     ADDITIVE = "additive"  # k v^T
@@ -53,21 +59,21 @@ class Write(Enum):
     LOW_RANK = "low_rank"  # b (a^T S) + k v^T
 
 
-class Read(Enum):
+class Read(_Word):
     """Whether a token reads the state after or before its own write."""
 
     AFTER = "after"
     BEFORE = "before"
 
 
-class Normalizer(Enum):
+class Normalizer(_Word):
     """What the output is divided by."""
 
     NONE = "none"
     SUM = "sum"  # max(|z^T q|, eps) with z_t = Diag(e^g) z_{t-1} + k_t
 
 
-class Mode(Enum):
+class Mode(_Word):
     """The three forms of one recurrence; all give the same result."""
 
     RECURRENT = "recurrent"
@@ -75,7 +81,7 @@ class Mode(Enum):
     PARALLEL = "parallel"
 
 
-class Domain(Enum):
+class Domain(_Word):
     """The values an argument may take; tests draw from it and validation refers to it."""
 
     REAL = "any real number"

@@ -5,6 +5,8 @@ node with a known shape.
 
     linattn::matrix_forward   -> output, final state, and what the backward keeps: low-rank writes, states on the way
     linattn::matrix_backward  -> gradients of q, k, v, g, beta, a, b, u, state (empty where the input was absent)
+    linattn::sums_forward     -> output, sums, final state and final sum of keys
+    linattn::sums_backward    -> gradients of q, k, v, g, weight, S, z (empty where the input was absent)
     linattn::scan             -> all elementwise states; its backward is itself, run backwards in time
     linattn::selective_forward, linattn::selective_backward -> the selective scan in the same way
 """
@@ -12,13 +14,21 @@ node with a known shape.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.library import Library
 
-from linattn.backends._protocol import MatrixInputs, SelectiveInputs, check_steps, check_values, state_dtype
+from linattn.backends._protocol import (
+    MatrixInputs,
+    SelectiveInputs,
+    SumInputs,
+    check_steps,
+    check_values,
+    state_dtype,
+)
 from linattn.recurrence import Read, Write
 
 
@@ -65,10 +75,6 @@ class Kernel(ABC):
     ) -> Grads:
         """Gradients, given those of the output and of the final state."""
 
-    @abstractmethod
-    def scan(self, x: Tensor, decay: Tensor, state: Tensor) -> Tensor:
-        """h_t = decay_t * h_{t-1} + x_t for x, decay [B, T, D] and h_{-1} = state [B, D]."""
-
 
 class SelectiveGrads(NamedTuple):
     """Gradients of the inputs of the same names."""
@@ -106,7 +112,24 @@ class SelectiveKernel(ABC):
         """Gradients, given those of the output and of the final state."""
 
 
+class SumKernel(ABC):
+    """The compute of a backend behind the ops of a recurrence with its sum of keys. It does not look at the gates."""
+
+    @abstractmethod
+    def forward(self, x: SumInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Output, sums, final S and z."""
+
+    @abstractmethod
+    def backward(
+        self, x: SumInputs, do: Tensor, ds: Tensor, dS: Tensor | None, dz: Tensor | None, need_g: bool
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of q, k, v, g, weight, S and z, given those of the four results."""
+
+
 KERNELS: dict[str, Kernel] = {}
+SUMS: dict[str, SumKernel] = {}
+SCANS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
+"""h_t = decay_t * h_{t-1} + x_t for x, decay [B, T, D] and h_{-1} = state [B, D]."""
 SELECTIVE: dict[str, SelectiveKernel] = {}
 
 _INPUTS = (
@@ -129,6 +152,15 @@ _library.define(
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _ARITY = 10  # tensors among _INPUTS
+_SUMS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? weight, Tensor? S, Tensor? z, Tensor? cu_seqlens, float scale, "
+    "str kernel"
+)
+_library.define(f"sums_forward({_SUMS}) -> (Tensor, Tensor, Tensor, Tensor)")
+_library.define(
+    f"sums_backward(Tensor do, Tensor ds, Tensor? dS, Tensor? dz, {_SUMS}, bool need_g) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
 
 
 def _inputs(args: tuple[Any, ...]) -> tuple[MatrixInputs, str, str]:
@@ -195,7 +227,7 @@ def _gradient(ctx: Any, do: Tensor | None, dS: Tensor | None, *_: None) -> tuple
 
 
 def _scan(x: Tensor, decay: Tensor, state: Tensor, kernel: str) -> Tensor:
-    return KERNELS[kernel].scan(x, decay, state)
+    return SCANS[kernel](x, decay, state)
 
 
 def _scan_fake(x: Tensor, decay: Tensor, state: Tensor, kernel: str) -> Tensor:
@@ -264,7 +296,61 @@ def _selective_gradient(ctx: Any, dy: Tensor | None, dh: Tensor | None, *_: None
     return (*(grad if need else None for grad, need in zip(grads, ctx.needs_input_grad, strict=False)), *(None,) * 4)
 
 
+def _sums_states(x: SumInputs) -> tuple[Tensor, Tensor]:
+    dtype, N = state_dtype(x.v.dtype), x.v.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
+    H, K, V = x.v.shape[2], x.k.shape[-1], x.v.shape[-1]
+    return x.v.new_empty(N, H, K, V, dtype=dtype), x.v.new_empty(N, H, K, dtype=dtype)
+
+
+def _sums_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x = SumInputs(*args[:-1])
+    check_values(None, x.cu_seqlens, x.v.shape[1])
+    with torch.autocast(x.v.device.type, enabled=False):
+        return SUMS[args[-1]].forward(x)
+
+
+def _sums_forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x = SumInputs(*args[:-1])
+    sums = x.v.new_empty(x.v.shape[:-1], dtype=state_dtype(x.v.dtype))
+    return x.v.new_empty(x.v.shape), sums, *_sums_states(x)
+
+
+def _sums_backward(do: Tensor, ds: Tensor, dS: Tensor | None, dz: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    *inputs, kernel, need_g = args
+    x = SumInputs(*inputs)
+    with torch.autocast(x.v.device.type, enabled=False):
+        grads = SUMS[kernel].backward(x, do, ds, dS, dz, need_g)
+    return tuple(x.v.new_empty(0) if grad is None else grad for grad in grads)
+
+
+def _sums_backward_fake(do: Tensor, ds: Tensor, dS: Tensor | None, dz: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    *inputs, _, need_g = args
+    x = SumInputs(*inputs)
+    needed = (x.q, x.k, x.v, x.g if need_g else None, x.weight)
+    return (*(x.v.new_empty(0) if t is None else t.new_empty(t.shape) for t in needed), *_sums_states(x))
+
+
+def _sums_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:-2])
+    ctx.rest = inputs[-2:]
+    ctx.set_materialize_grads(False)
+
+
+def _sums_gradient(
+    ctx: Any, do: Tensor | None, ds: Tensor | None, dS: Tensor | None, dz: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    tensors = ctx.saved_tensors
+    v = tensors[2]
+    do = torch.zeros_like(v) if do is None else do
+    ds = v.new_zeros(v.shape[:-1], dtype=state_dtype(v.dtype)) if ds is None else ds
+    grads = torch.ops.linattn.sums_backward(do, ds, dS, dz, *tensors, *ctx.rest, ctx.needs_input_grad[3])
+    wanted = zip(grads, ctx.needs_input_grad, tensors, strict=False)
+    return (*(grad if need and given is not None else None for grad, need, given in wanted), *(None,) * 3)
+
+
 for _name, _impl, _fake in (
+    ("sums_forward", _sums_forward, _sums_forward_fake),
+    ("sums_backward", _sums_backward, _sums_backward_fake),
     ("matrix_forward", _forward, _forward_fake),
     ("matrix_backward", _backward, _backward_fake),
     ("scan", _scan, _scan_fake),
@@ -274,6 +360,7 @@ for _name, _impl, _fake in (
     _library.impl(_name, _impl, "CompositeExplicitAutograd")
     torch.library.register_fake(f"linattn::{_name}", _fake, lib=_library)
 torch.library.register_autograd("linattn::matrix_forward", _gradient, setup_context=_setup, lib=_library)
+torch.library.register_autograd("linattn::sums_forward", _sums_gradient, setup_context=_sums_setup, lib=_library)
 torch.library.register_autograd("linattn::scan", _scan_gradient, setup_context=_scan_setup, lib=_library)
 
 torch.library.register_autograd(
@@ -309,6 +396,12 @@ def scan(x: Tensor, g: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, 
     h = torch.ops.linattn.scan(h.unsqueeze(0), decay.unsqueeze(0), x.new_zeros(1, D, dtype=dtype), kernel)
     final = torch.where(filled[:, None], h[0].index_select(0, (ends[1:] - 1).clamp_min(0)), start)
     return h.to(x.dtype), final
+
+
+def sums(x: SumInputs, kernel: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run ``kernel`` on a recurrence and its sum of keys."""
+    results: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.linattn.sums_forward(*x, kernel)
+    return results
 
 
 def selective(x: SelectiveInputs, mode: str, kernel: str) -> tuple[Tensor, Tensor]:

@@ -33,6 +33,23 @@ class MatrixInputs(NamedTuple):
     read: Read
 
 
+class SumInputs(NamedTuple):
+    """A matrix recurrence with additive writes, a decay of heads or none, read after, and its sum of keys, validated.
+
+    o_t = scale S_t^T q_t and s_t = scale z_t^T q_t with S_t = e^{g_t} S_{t-1} + w_t k_t v_t^T, z_t likewise of w_t k_t.
+    """
+
+    q: Tensor  # [B, T, G, K]
+    k: Tensor  # [B, T, G, K]
+    v: Tensor  # [B, T, H, V]
+    g: Tensor | None  # None, [H] or [B, T, H]
+    weight: Tensor | None  # [B, T, H], float32
+    S: Tensor | None  # [N, H, K, V]
+    z: Tensor | None  # [N, H, K]
+    cu_seqlens: Tensor | None  # [N + 1]
+    scale: float
+
+
 class SelectiveInputs(NamedTuple):
     """A selective scan, validated. G input and output maps divide the D channels; states are [S, D, N].
 
@@ -46,6 +63,21 @@ class SelectiveInputs(NamedTuple):
     C: Tensor  # [B, T, G, N]
     state: Tensor | None  # [S, D, N]
     cu_seqlens: Tensor | None  # [S + 1]
+
+
+class AverageInputs(NamedTuple):
+    """An average weighed by exponentials, validated: o_t = (n_{t-1} + e^{u+k_t} v_t) / (d_{t-1} + e^{u+k_t}) with
+    n_t = e^{g_t} n_{t-1} + e^{k_t} v_t and d_t likewise of ones.
+
+    The state is n and d, divided by e^m, and m, the maximum of their exponents.
+    """
+
+    k: Tensor  # [B, T, V]
+    v: Tensor  # [B, T, V]
+    g: Tensor  # [V] or [B, T, V]
+    u: Tensor  # [V]
+    state: tuple[Tensor, Tensor, Tensor] | None  # each [N, V]
+    cu_seqlens: Tensor | None  # [N + 1]
 
 
 class Request(NamedTuple):
@@ -81,6 +113,13 @@ class Backend(ABC):
     def matrix(self, inputs: MatrixInputs, mode: Mode | None) -> tuple[Tensor, Tensor]:
         """Output [B, T, H, V] in v's dtype and final state [N, H, K, V] in :func:`state_dtype`."""
 
+    def sums(self, inputs: SumInputs) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        """o [B, T, H, V], s [B, T, H], the final S and z. All tensors but the gates are of one :func:`state_dtype`.
+
+        None where the backend has nothing better than one more value column, of ones.
+        """
+        return None
+
     def scan(
         self, x: Tensor, g: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, mode: Mode | None
     ) -> tuple[Tensor, Tensor]:
@@ -89,6 +128,13 @@ class Backend(ABC):
         Optional: a backend without it refuses the recurrence in :meth:`unsuited`.
         """
         raise NotImplementedError(f"the {self.name} backend refuses elementwise recurrences")
+
+    def average(self, inputs: AverageInputs, mode: Mode | None) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]] | None:
+        """Output [B, T, V] in v's dtype and the final state in :func:`state_dtype`.
+
+        None where the backend has nothing better than two of its scans.
+        """
+        return None
 
     def selective_scan(self, inputs: SelectiveInputs, mode: Mode | None) -> tuple[Tensor, Tensor]:
         """Output [B, T, D] in x's dtype and final state [S, D, N] in :func:`state_dtype`.

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from linattn.backends import _boundary
-from linattn.backends._boundary import KERNELS, SELECTIVE, Grads, Kernel, Saved
+from linattn.backends._boundary import KERNELS, SCANS, SELECTIVE, Grads, Kernel, Saved
 from linattn.backends._elementwise import elementwise
 from linattn.backends._packing import Bucket, buckets
 from linattn.backends._protocol import (
@@ -710,9 +710,6 @@ class _Chunks(Kernel):
                     _store(target, value, t0)
         return dS
 
-    def scan(self, x: Tensor, decay: Tensor, state: Tensor) -> Tensor:
-        return elementwise(x, decay, state)
-
 
 class Chunked(Backend):
     """Matrix products over chunks of 64 tokens (32 of a low-rank write), on any device torch knows."""
@@ -763,4 +760,5 @@ def _one_token(x: MatrixInputs) -> tuple[Tensor, Tensor]:
 
 
 KERNELS[Chunked.name] = _Chunks()
+SCANS[Chunked.name] = elementwise
 SELECTIVE[Chunked.name] = Segments()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from linattn._checks import fail
 from linattn.layers.mixer import no_weight_decay
-from linattn.layers.token_shift import channel_ramp, interpolate, token_shift
+from linattn.layers.token_shift import channel_ramp, token_mix
 
 
 class DeepEmbed(nn.Module):
@@ -94,8 +94,7 @@ class ChannelMix(nn.Module):
 
         ``shared`` holds the token ``ids`` and their ``embedding``, for DeepEmbed. Raises ValueError without them.
         """
-        before, state = token_shift(x, state, mask=mask, cu_seqlens=cu_seqlens)
-        mixed = interpolate(x, before, self.shift_mix).unbind()
+        mixed, state = token_mix(x, self.shift_mix, state, mask=mask, cu_seqlens=cu_seqlens)
         hidden = self.key(mixed[0]).relu().square()
         if self.deep_embed is not None:
             if shared is None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from linattn.backends.cpu import fused
+from linattn.layers.compiled import serves
+
 
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) · up(x)) (Shazeer, arXiv 2002.05202), without biases; gate and up are one projection."""
@@ -16,6 +19,11 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., d_model] -> [..., d_model]."""
-        gate, up = self.in_proj(x).chunk(2, dim=-1)
-        y: Tensor = self.out_proj(F.silu(gate) * up)
+        h = self.in_proj(x)
+        if serves(h):
+            h = fused.glu(h)
+        else:
+            gate, up = h.chunk(2, dim=-1)
+            h = F.silu(gate) * up
+        y: Tensor = self.out_proj(h)
         return y

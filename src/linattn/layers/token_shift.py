@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from linattn._checks import fail
+from linattn.backends.cpu import fused
+from linattn.layers.compiled import serves
 from linattn.layers.sequences import sequence_of_token, take
 
 
@@ -29,11 +32,8 @@ def token_shift(
     """
     batch, length, channels = x.shape
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    if state is None:
-        state = x.new_zeros(sequences, channels)
-    elif state.shape != (sequences, channels):
-        raise fail("state", f"a shifted input {list(state.shape)}", [sequences, channels])
-    state = state.to(x.dtype)
+    state = _checked(state, x, sequences)
+    state = x.new_zeros(sequences, channels) if state is None else state
     token = torch.arange(length, device=x.device)
     if cu_seqlens is not None:  # the states in front, one a sequence
         context = torch.cat([state, x[0]])
@@ -49,6 +49,34 @@ def token_shift(
     newest = torch.where(mask, token + 1, 0).cummax(1).values
     newest = torch.cat([newest.new_zeros(batch, 1), newest], dim=1)
     return take(context, newest[:, :-1]), take(context, newest[:, -1:])[:, 0]
+
+
+def _checked(state: Tensor | None, x: Tensor, sequences: int) -> Tensor | None:
+    if state is None:
+        return None
+    if state.shape != (sequences, x.shape[2]):
+        raise fail("state", f"a shifted input {list(state.shape)}", [sequences, x.shape[2]])
+    return state.to(x.dtype)
+
+
+def token_mix(
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Sequence[Tensor], Tensor]:
+    """x + weight_k · (x' - x) with x' the input before each token: [B, T, C] for each row of ``weight`` [n, C].
+
+    Also the last input of each sequence, [N, C]. Other arguments and errors as of :func:`token_shift`. On CPUs it is
+    one compiled pass, in float32 inside, where the CPU backend has its library; its results are zero at padding.
+    """
+    if len(weight) <= fused.MIXES and serves(x, weight):
+        state = _checked(state, x, x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+        return fused.mix(x, weight, state, mask, cu_seqlens)
+    before, last = token_shift(x, state, mask=mask, cu_seqlens=cu_seqlens)
+    return interpolate(x, before, weight).unbind(), last
 
 
 def interpolate(x: Tensor, before: Tensor, weight: Tensor) -> Tensor:

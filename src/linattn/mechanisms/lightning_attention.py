@@ -29,8 +29,8 @@ def slope_decay(heads: int, layer_index: int = 0, num_layers: int = 1, device: t
 
     The slopes of ALiBi, falling to almost nothing in the last layer, as MiniMax has them.
     """
-    slope = 2.0 ** (-8 * torch.arange(1, heads + 1, dtype=torch.float64) / heads)
-    return (-slope * (1 - layer_index / (num_layers - 1 + 1e-5) + 1e-5)).to(device, torch.float32)
+    slope = 2.0 ** (-8 * torch.arange(1, heads + 1, dtype=torch.float64, device=device) / heads)
+    return (-slope * (1 - layer_index / (num_layers - 1 + 1e-5) + 1e-5)).to(torch.float32)
 
 
 def lightning_attention(

@@ -68,6 +68,13 @@ def discretise(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The arguments of :func:`mamba2`, checked -> values dt x in x's dtype, log-decays dt A, and the skip D x."""
+    _checks.remembered(_check, (), x, dt, A, B, C, D)
+    step = dt.to(torch.promote_types(dt.dtype, torch.float32))
+    skip = None if D is None else (D.to(step.dtype).unsqueeze(-1) * x).to(x.dtype)
+    return (x * step.unsqueeze(-1)).to(x.dtype), step * A.to(step.dtype), skip
+
+
+def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None) -> None:
     sizes: dict[str, int] = {}
     _checks.tensor("x", x, "B T H V", sizes)
     _checks.tensor("dt", dt, "B T H", sizes)
@@ -78,9 +85,6 @@ def discretise(
     if D is not None:
         _checks.tensor("D", D, "H", sizes)
     _checks.same_device({"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D})
-    step = dt.to(torch.promote_types(dt.dtype, torch.float32))
-    skip = None if D is None else (D.to(step.dtype).unsqueeze(-1) * x).to(x.dtype)
-    return (x * step.unsqueeze(-1)).to(x.dtype), step * A.to(step.dtype), skip
 
 
 class Mamba2State(NamedTuple):

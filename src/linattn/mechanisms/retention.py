@@ -26,7 +26,7 @@ RECURRENCE = Recurrence(decay=Decay.HEAD)
 
 def default_decay(heads: int, device: torch.device | None = None) -> Tensor:
     """log(1 - 2^{-5-h}) for h = 0 … heads-1: float32 [heads]."""
-    return torch.log1p(-(2.0 ** (-5 - torch.arange(heads, dtype=torch.float64)))).to(device, torch.float32)
+    return torch.log1p(-(2.0 ** (-5 - torch.arange(heads, dtype=torch.float64, device=device)))).to(torch.float32)
 
 
 def retention(

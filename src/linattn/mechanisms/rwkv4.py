@@ -19,7 +19,7 @@ from linattn.layers.exponential_gate import stabilize
 from linattn.layers.mixer import Mixer, mask_gate, no_weight_decay
 from linattn.layers.norms import promote
 from linattn.layers.rwkv import block, decay_start, depth, start
-from linattn.layers.token_shift import TimeMixState, channel_ramp, interpolate, token_shift
+from linattn.layers.token_shift import TimeMixState, channel_ramp, token_mix, token_shift
 from linattn.recurrence import Argument, Decay, Domain, Engine, Read, Recurrence
 from linattn.registry import Mechanism, register
 
@@ -77,6 +77,9 @@ def rwkv4(
         numerator, denominator, m = state
         before = torch.cat([numerator, denominator], -1)
     _checks.same_device({"v": v, "k": k, "g": g, "u": u, "state": before, "cu_seqlens": cu_seqlens})
+    fused = engine.average(k, v, g, u, state=state, cu_seqlens=cu_seqlens, mode=mode, backend=backend)
+    if fused is not None:
+        return fused[0], RWKV4State(*fused[1])
     stable = stabilize(g, k, m, cu_seqlens)
     weight, value = stable.j.exp(), promote(v)
     written = torch.cat([weight * value, weight], -1)
@@ -125,8 +128,7 @@ class RWKV4(Mixer):
         self, x: Tensor, state: Any, mask: Tensor | None, cu_seqlens: Tensor | None, mode: str, backend: str
     ) -> tuple[Tensor, TimeMixState]:
         shift, recurrent = (None, None) if state is None else state
-        before, shift = token_shift(x, shift, mask=mask, cu_seqlens=cu_seqlens)
-        xr, xk, xv = interpolate(x, before, self.shift_mix).unbind()
+        (xr, xk, xv), shift = token_mix(x, self.shift_mix, shift, mask=mask, cu_seqlens=cu_seqlens)
         r, k, v = self.receptance(xr), self.key(xk), self.value(xv)
         g = -promote(self.time_decay).exp()
         if mask is not None:  # padding neither decays the state nor writes to it

@@ -19,7 +19,7 @@ from linattn.layers.mixer import Mixer, mask_gate, no_weight_decay
 from linattn.layers.norms import promote
 from linattn.layers.rwkv import block, bonus_start, decay_start, depth, start
 from linattn.layers.sizes import default_heads, divide
-from linattn.layers.token_shift import TimeMixState, channel_ramp, interpolate, token_shift
+from linattn.layers.token_shift import TimeMixState, channel_ramp, token_mix
 from linattn.recurrence import KEY, QUERY, VALUE, Argument, Decay, Domain, Read, Recurrence
 from linattn.registry import Mechanism, register
 
@@ -117,8 +117,7 @@ class RWKV5(Mixer):
         self, x: Tensor, state: Any, mask: Tensor | None, cu_seqlens: Tensor | None, mode: str, backend: str
     ) -> tuple[Tensor, TimeMixState]:
         shift, recurrent = (None, None) if state is None else state
-        before, shift = token_shift(x, shift, mask=mask, cu_seqlens=cu_seqlens)
-        xr, xk, xv, *xg = interpolate(x, before, self.shift_mix).unbind()
+        (xr, xk, xv, *xg), shift = token_mix(x, self.shift_mix, shift, mask=mask, cu_seqlens=cu_seqlens)
         q, k, v = (
             project(y).unflatten(-1, (self.num_heads, -1))
             for project, y in ((self.receptance, xr), (self.key, xk), (self.value, xv))

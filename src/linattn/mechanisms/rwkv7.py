@@ -21,7 +21,7 @@ from linattn.layers.mixer import Mixer, mask_gate, no_weight_decay
 from linattn.layers.norms import promote
 from linattn.layers.rwkv import block, depth
 from linattn.layers.sizes import default_heads, divide
-from linattn.layers.token_shift import TimeMixState, channel_ramp, interpolate, token_shift
+from linattn.layers.token_shift import TimeMixState, channel_ramp, token_mix
 from linattn.recurrence import KEY, QUERY, VALUE, Argument, Decay, Domain, Recurrence, Write
 from linattn.registry import Mechanism, register
 
@@ -146,8 +146,7 @@ class RWKV7(Mixer):
         shared: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, TimeMixState]:
         shift, recurrent = (None, None) if state is None else state
-        before, shift = token_shift(x, shift, mask=mask, cu_seqlens=cu_seqlens)
-        xr, xw, xk, xv, xa, xg = interpolate(x, before, self.shift_mix).unbind()
+        (xr, xw, xk, xv, xa, xg), shift = token_mix(x, self.shift_mix, shift, mask=mask, cu_seqlens=cu_seqlens)
         r, k, v = self.receptance(xr), self.key(xk), self.value(xv)
         if shared is not None:
             first = shared.setdefault("v_first", v)

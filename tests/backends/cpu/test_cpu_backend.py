@@ -125,6 +125,12 @@ def test_conversions_equal_torch_bit_for_bit(dtype: torch.dtype) -> None:
         assert torch.equal(o.flatten(), wanted)
 
 
+def test_memory_that_is_not_there() -> None:
+    wide = torch.zeros(1, 1, 1, 1 << 23)  # and a state of 2^48 bytes
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        engine.matrix(Recurrence(), wide, wide, wide, backend="cpu")
+
+
 def test_a_compiler_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
     with pytest.raises(build.BuildError, match="no-compiler"):
@@ -156,6 +162,17 @@ from linattn.testing import Case, Form, Sizes, law_accuracy, recurrences
 for subject in (*recurrences()[::3], recurrences()[-1]):
     for case in (Case(subject, Sizes(B=1, T=66, G=1, H=2, K=9, V=17)), Case(subject, Sizes(G=1), lengths=(3, 0, 65))):
         law_accuracy(case, Form("cpu", "recurrent"))
+torch.set_num_threads(8)  # splits the sequence
+for subject in recurrences()[:15:4]:
+    law_accuracy(Case(subject, Sizes(B=1, T=1100, G=1, H=1, K=9, V=17)), Form("cpu", "recurrent"))
+from linattn.layers import RMSNorm, ShortConvolution
+from linattn.layers.token_shift import token_mix
+ends = torch.tensor([0, 3, 3, 70])
+for dtype in (torch.float32, torch.bfloat16):
+    x = torch.randn(1, 70, 21).to(dtype).requires_grad_()
+    y = [*ShortConvolution(21, bias=True)(x, cu_seqlens=ends), RMSNorm(21)(x, x)]
+    y += token_mix(x, torch.rand(2, 21, requires_grad=True), cu_seqlens=ends)[0]
+    sum(t.float().sum() for t in y).backward()
 print("right")
 """
     environment = os.environ | {
@@ -167,3 +184,28 @@ print("right")
         [sys.executable, "-c", code, str(path)], env=environment, capture_output=True, text=True, timeout=1500
     )
     assert result.stdout.split() == ["right"], result.stderr[-4000:]
+
+
+@pytest.mark.slow
+def test_thread_sanitizer(tmp_path: Path) -> None:
+    """Every kind on six threads, columns and sequences split, with no data race."""
+    program = tmp_path / "threads"
+    flags = ["-std=c++17", "-O1", "-g", "-fsanitize=thread", "-DLINATTN_LANES=4", "-DLINATTN_KERNELS=plain_kernels"]
+    sources = [build.SOURCES / "kernels.cpp", Path(__file__).with_name("threads.cpp")]
+    try:
+        cxx = build.compiler()
+    except build.BuildError as error:
+        pytest.skip(str(error))
+    version = subprocess.run([*cxx, "--version"], capture_output=True, text=True).stdout
+    if "Free Software Foundation" not in version:
+        pytest.skip("the stand-in for the threads' runtime is GCC's")
+    command = [*cxx, *flags, "-fopenmp", f"-I{build.SOURCES}"]
+    objects = [tmp_path / f"{source.stem}.o" for source in sources]
+    for source, target in zip(sources, objects, strict=True):
+        subprocess.run([*command, "-c", str(source), "-o", str(target)], check=True)
+    linked = [*cxx, "-fsanitize=thread", *map(str, objects), "-lpthread", "-o", str(program)]
+    if subprocess.run(linked, capture_output=True).returncode:
+        pytest.skip("the compiler has no thread sanitizer")
+    result = subprocess.run([str(program)], capture_output=True, text=True, timeout=600)
+    assert result.stdout.split() == ["right"], result.stderr[-4000:]
+    assert result.returncode == 0

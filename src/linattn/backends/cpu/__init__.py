@@ -1,9 +1,10 @@
 """Compiled kernels for CPUs: the recurrence with its state in registers, forward, backward and one token.
 
-The kernels are C++ (csrc/kernels.cpp and csrc/selective.cpp say how they work) in a shared library with a plain C
-interface. They run on as many threads as ``torch.get_num_threads()``, parallel over sequences, heads and value columns
-(of a selective scan: sequences and channels); memory is O(T (K + V)), of a selective scan O(T (D + N)), and a state for
-every 64 tokens where a gradient is needed.
+The kernels are C++ (csrc/kernels.cpp, selective.cpp and elementwise.cpp say how they work) in a shared library with a
+plain C interface. They run on as many threads as ``torch.get_num_threads()``, parallel over sequences, heads and value
+columns (of a selective scan: sequences and channels) and, where those are fewer, over pieces of a long sequence with an
+additive write. Memory is O(T (K + V)), of a selective scan O(T (D + N)), and a state for every 64 tokens where a
+gradient is needed.
 """
 
 from __future__ import annotations
@@ -14,17 +15,16 @@ from torch import Tensor
 from linattn import _checks
 from linattn.backends import _boundary
 from linattn.backends._boundary import KERNELS, SELECTIVE, Grads, Kernel, Saved
-from linattn.backends._protocol import Backend, MatrixInputs, Request, SelectiveInputs, check_values
-from linattn.backends.cpu.layout import floats, parts_for, plain, scratch, threads_for, type_of
+from linattn.backends._protocol import AverageInputs, Backend, MatrixInputs, Request, SelectiveInputs
+from linattn.backends.cpu import elementwise
+from linattn.backends.cpu.layout import floats, in_large_pages, parts_for, plain, scratch, threads_for, type_of
 from linattn.backends.cpu.library import (
     BLOCK,
     TYPES,
     Library,
     LibraryError,
-    address,
     loaded,
     matrix_problem,
-    scan_problem,
 )
 from linattn.backends.cpu.selective import Selective
 from linattn.recurrence import Mode, Read, Write
@@ -43,8 +43,8 @@ class _Call:
         self.q, self.k, self.v, self.g, self.beta, self.a, self.b = (plain(t) for t in tensors)
         if self.a is not None and self.b is not None and self.a.dtype != self.b.dtype:
             self.a, self.b = self.a.float(), self.b.float()
-        self.u = None if x.u is None else x.u.detach().float().contiguous()
-        self.state = None if x.state is None else x.state.detach().float().contiguous()
+        self.u = None if x.u is None else x.u.float().contiguous()
+        self.state = None if x.state is None else x.state.contiguous()
         self.ends = None if x.cu_seqlens is None else x.cu_seqlens.to(torch.int64).contiguous()
         self.rows = self.B if self.ends is None else self.ends.shape[0] - 1
         self.threads = threads_for(self.B * self.T * self.H * self.K * self.V)
@@ -54,7 +54,7 @@ class _Call:
     def problem(self, outputs: list[Tensor | None], key_type: int = 0) -> tuple[bytes, Tensor]:
         """The problem, and its scratch, which must outlive the call."""
         inputs = (self.q, self.k, self.v, self.g, self.beta, self.a, self.b, self.u, self.state, self.ends)
-        pointers = [address(t) for t in (*inputs, *outputs)]
+        pointers = [0 if t is None else t.data_ptr() for t in (*inputs, *outputs)]
         decay = 0 if self.g is None else _DECAYS[self.g.dim()]
         sizes = [
             self.rows, self.T, self.B * self.T, self.G, self.H, self.K, self.V,
@@ -80,14 +80,20 @@ class _Native(Kernel):
         return writes, [_slots(x), x.v.shape[2], x.k.shape[-1], x.v.shape[-1]]
 
     def forward(self, x: MatrixInputs, ends: list[int] | None, mode: str, save: bool) -> tuple[Tensor, Tensor, Saved]:
+        saved = Saved(*(floats(*shape) for shape in (self.saved_shapes(x, mode) if save else ([0], [0]))))
+        kept = [None if x.write is Write.ADDITIVE else saved.writes, saved.states] if save else [None, None]
+        return *self.run(x, *kept), saved
+
+    def run(self, x: MatrixInputs, writes: Tensor | None, states: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Output and final state, and what is to be kept."""
         call = _Call(x, loaded())
-        o, S = x.v.new_empty(x.v.shape), floats(call.rows, call.H, call.K, call.V)
-        saved = Saved(*(floats(*shape) for shape in self.saved_shapes(x, mode))) if save else None
-        kept = [None, None] if saved is None else [None if x.write is Write.ADDITIVE else saved.writes, saved.states]
-        problem, _scratch = call.problem([o, S, *kept, *[None] * 11])
+        assert call.v is not None
+        o = in_large_pages(torch.empty_like(call.v))
+        S = floats(call.rows, call.H, call.K, call.V) if call.state is None else torch.empty_like(call.state)
+        problem, _scratch = call.problem([o, S, writes, states, *[None] * 11])
         if not call.native.forward(problem):
             _checks.log_decay(x.g)
-        return o, S, saved or Saved(floats(0), floats(0))
+        return o, S
 
     def backward(
         self, x: MatrixInputs, ends: list[int] | None, mode: str, saved: Saved, do: Tensor, dS: Tensor, need_g: bool
@@ -100,8 +106,8 @@ class _Native(Kernel):
         do, dS = do.to(x.v.dtype).contiguous(), dS.contiguous()
         alone = parts == 1 and call.G == H  # each number of dq and dk comes from one task
         key_type = x.k.dtype if alone else torch.float32
-        dq, dk = (x.k.new_empty(parts, B, T, H, K, dtype=key_type) for _ in range(2))
-        dv, dstate = x.v.new_empty(x.v.shape), floats(rows, H, K, call.V)
+        dq, dk = (in_large_pages(x.k.new_empty(parts, B, T, H, K, dtype=key_type)) for _ in range(2))
+        dv, dstate = in_large_pages(x.v.new_empty(x.v.shape)), floats(rows, H, K, call.V)
         dg = dbeta = da = db = du = None
         if x.g is not None and need_g:
             dg = floats(parts, *([rows] if x.g.dim() < 3 else []), *x.g.shape)
@@ -128,12 +134,8 @@ class _Native(Kernel):
         pairs = ((dq, x.q), (dk, x.k), (dv, x.v), (dg, x.g), (dbeta, x.beta), (da, x.a), (db, x.b), (du, x.u))
         return Grads._make([*(total(grad, like) for grad, like in pairs), dstate])
 
-    def scan(self, x: Tensor, decay: Tensor, state: Tensor) -> Tensor:
-        x, decay, state = (t.detach().float().contiguous() for t in (x, decay, state))
-        h = torch.empty_like(x)
-        threads = threads_for(x.numel())
-        loaded().scan(scan_problem([address(t) for t in (x, decay, state, h)], [*x.shape, threads]))
-        return h
+
+_NATIVE = _Native()
 
 
 @torch.compiler.assume_constant_result
@@ -168,24 +170,26 @@ class Cpu(Backend):
         if (
             x.v.shape[1] == 1
             and x.cu_seqlens is None
+            and _checks.has_values(x.v)  # what is traced keeps the boundary
             and not torch.compiler.is_compiling()
             and not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
         ):  # generation: no op boundary, which costs more than the token
-            o, S, _ = KERNELS[self.name].forward(x, None, Mode.RECURRENT.value, False)
-            return o, S
+            return _NATIVE.run(x, None, None)
         return _boundary.matrix(x, (mode or Mode.RECURRENT).value, self.name)
 
     def scan(
         self, x: Tensor, g: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, mode: Mode | None
     ) -> tuple[Tensor, Tensor]:
-        if not torch.compiler.is_compiling():
-            check_values(g, cu_seqlens, x.shape[1])
-        return _boundary.scan(x, g, state, cu_seqlens, self.name)
+        return elementwise.scan(x, g, state, cu_seqlens)
+
+    def average(self, inputs: AverageInputs, mode: Mode | None) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]] | None:
+        return elementwise.average(inputs)
 
     def selective_scan(self, inputs: SelectiveInputs, mode: Mode | None) -> tuple[Tensor, Tensor]:
         if (
             inputs.x.shape[1] == 1
             and inputs.cu_seqlens is None
+            and _checks.has_values(inputs.x)
             and not torch.compiler.is_compiling()
             and not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs))
         ):  # as above
@@ -194,5 +198,5 @@ class Cpu(Backend):
         return _boundary.selective(inputs, (mode or Mode.RECURRENT).value, self.name)
 
 
-KERNELS[Cpu.name] = _Native()
+KERNELS[Cpu.name] = _NATIVE
 SELECTIVE[Cpu.name] = Selective()

@@ -22,7 +22,7 @@ NAME = "liblinattn_cpu" + {"Darwin": ".dylib", "Windows": ".dll"}.get(platform.s
 # Products may fuse with sums; nothing else of -ffast-math, as infinities and tiny numbers must behave.
 FLAGS = ("-std=c++17", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-Wall")
 OPTIMIZED = ("-O3",)
-KERNELS = ("kernels", "selective")
+KERNELS = ("kernels", "elementwise", "selective", "decode", "layers")
 # One object file of each an instruction set: name, floats in a vector, flags.
 PLAIN = (("plain", 4, ()),)
 X86 = (

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+
 import torch
 from torch import Tensor
 
@@ -9,14 +12,16 @@ from linattn.backends.cpu.library import TYPES, address
 
 SMALL = 1 << 17  # multiplications, below which waking threads costs more than they save
 WASTE = 1.15  # idle threads, as a factor of the time, that are accepted before more parts are made
+LARGE = (
+    1 << 22
+)  # bytes, from which on large pages are asked for: the first touch of small ones costs more than a kernel
+_HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
+_advise = ctypes.CDLL(None).madvise if _HUGE is not None else None
 
 
 def plain(x: Tensor | None) -> Tensor | None:
     """Contiguous and of a dtype that the library reads."""
-    if x is None:
-        return None
-    x = x.detach()
-    return (x if x.dtype in TYPES else x.float()).contiguous()
+    return None if x is None else (x if x.dtype in TYPES else x.float()).contiguous()
 
 
 def type_of(x: Tensor | None) -> int:
@@ -24,9 +29,18 @@ def type_of(x: Tensor | None) -> int:
     return 0 if x is None else TYPES[x.dtype]
 
 
+def in_large_pages(x: Tensor) -> Tensor:
+    """The same tensor, newly made, after asking for large pages where it is large; elsewhere nothing is done."""
+    if _advise is not None and x.nbytes >= LARGE:
+        start = -(-x.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        _advise(ctypes.c_void_p(start), ctypes.c_size_t(x.data_ptr() + x.nbytes - start), _HUGE)
+    return x
+
+
 def floats(*shape: int) -> Tensor:
     """Room for float32 numbers."""
-    return torch.empty(shape, dtype=torch.float32, device="cpu")  # whatever the default device is
+    # on CPU whatever the default device is
+    return in_large_pages(torch.empty(shape, dtype=torch.float32, device="cpu"))
 
 
 def scratch(threads: int, needed: int) -> tuple[Tensor, int]:

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,23 @@ from linattn.backends.cpu.build import HERE, NAME
 
 PATH = HERE / NAME
 LEVELS = ("plain", "avx2", "avx512")  # plain: SSE2 or NEON, whichever every machine of the kind has
-VERSION = 2  # of csrc/problem.h
+VERSION = 5  # of csrc/problem.h
 BLOCK = 64  # tokens between kept states, as there
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ISA = "LINATTN_CPU_ISA"
 _MATRIX = struct.Struct("26Q17qd")
-_SCAN = struct.Struct("4Q4q")
+_ELEMENTWISE = struct.Struct("24Q7q")
 _SELECTIVE = struct.Struct("19Q10q")
+_TOKENS = "2Q3q"
+_LAYERS = {
+    "convolution": struct.Struct(f"{_TOKENS}13Q8q"),
+    "norm": struct.Struct("12Q13q2d"),
+    "glu": struct.Struct("4Q6q"),
+    "mix": struct.Struct(f"{_TOKENS}11Q6q"),
+}
+AXES = 6  # that operands of an instruction have
+_INSTRUCTION = struct.Struct(f"7q{AXES}q" + 4 * f"Qq{AXES}q" + "4qd")
+_PROGRAM = struct.Struct("2Q3q")
 
 
 class LibraryError(Exception):
@@ -36,6 +47,7 @@ class Library:
         self._functions, self.level = functions, level
         self.part = int(functions.linattn_part(level))
         self.lanes = int(functions.linattn_selective_lanes(level))
+        self.unit = int(functions.linattn_decode_unit(level))  # numbers in a step along bfloat16 weights
 
     def scratch(self, problem: bytes) -> int:
         """Floats of scratch that a thread needs."""
@@ -49,9 +61,13 @@ class Library:
         """Writes every gradient."""
         self._functions.linattn_backward(self.level, problem)
 
-    def scan(self, problem: bytes) -> None:
-        """Writes every state."""
-        self._functions.linattn_scan(self.level, problem)
+    def elementwise_forward(self, problem: bytes) -> bool:
+        """False if a gate is positive or NaN."""
+        return not self._functions.linattn_elementwise_forward(self.level, problem)
+
+    def elementwise_backward(self, problem: bytes) -> None:
+        """Writes every gradient."""
+        self._functions.linattn_elementwise_backward(self.level, problem)
 
     def selective_scratch(self, problem: bytes) -> int:
         """Floats of scratch that a thread needs."""
@@ -64,6 +80,18 @@ class Library:
     def selective_backward(self, problem: bytes) -> None:
         """Writes every gradient."""
         self._functions.linattn_selective_backward(self.level, problem)
+
+    def layer(self, name: str, problem: bytes, *, backward: bool) -> None:
+        """Run what a layer does beside the recurrence: convolution, norm, glu, mix."""
+        getattr(self._functions, f"linattn_{name}_backward" if backward else f"linattn_{name}")(self.level, problem)
+
+    def operation(self, name: str, kind: int) -> int:
+        """The number of an elementwise operation on that kind of numbers, or -1."""
+        return int(self._functions.linattn_decode_operation(self.level, name.encode(), kind))
+
+    def decode(self, problem: bytes) -> int:
+        """Walks a tape. The place of the instruction that failed, or -1."""
+        return int(self._functions.linattn_decode_run(self.level, problem))
 
 
 @functools.cache
@@ -82,11 +110,14 @@ def _open(path: Path) -> ctypes.CDLL:
     if version != VERSION:
         raise LibraryError(f"its library {path} has version {version}, wanted {VERSION}: build it anew")
     selective = [f"selective_{name}" for name in ("lanes", "scratch", "forward", "backward")]
-    for name in ("best_level", "part", "scratch", "forward", "backward", "scan", *selective):
+    decode = [f"decode_{name}" for name in ("run", "operation", "unit")]
+    layers = [name for layer in _LAYERS for name in (layer, f"{layer}_backward")]
+    every = (*selective, *decode, *layers, "elementwise_forward", "elementwise_backward")
+    for name in ("best_level", "part", "scratch", "forward", "backward", *every):
         function: Any = getattr(functions, f"linattn_{name}")
-        function.restype = None if name.endswith(("backward", "scan")) else ctypes.c_int64
-        arity = {"best_level": 0, "part": 1, "selective_lanes": 1}.get(name, 2)
-        function.argtypes = [ctypes.c_int64, ctypes.c_char_p][:arity]
+        function.restype = None if name.endswith("backward") or name in layers else ctypes.c_int64
+        arity = {"best_level": 0, "part": 1, "selective_lanes": 1, "decode_unit": 1, "decode_operation": 3}.get(name, 2)
+        function.argtypes = [ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64][:arity]
     return functions
 
 
@@ -119,11 +150,36 @@ def matrix_problem(pointers: list[int], sizes: list[int], scale: float) -> bytes
     return _MATRIX.pack(*pointers, *sizes, scale)
 
 
-def scan_problem(pointers: list[int], sizes: list[int]) -> bytes:
-    """csrc/problem.h's Scan."""
-    return _SCAN.pack(*pointers, *sizes)
+def elementwise_problem(pointers: list[int], sizes: list[int]) -> bytes:
+    """csrc/problem.h's Elementwise."""
+    return _ELEMENTWISE.pack(*pointers, *sizes)
 
 
 def selective_problem(pointers: list[int], sizes: list[int]) -> bytes:
     """csrc/problem.h's Selective."""
     return _SELECTIVE.pack(*pointers, *sizes)
+
+
+def instruction(
+    head: list[int],
+    sizes: Sequence[int],
+    operands: Sequence[tuple[int, int, Sequence[int]]],
+    picked: Sequence[int],
+    number: float,
+) -> bytes:
+    """csrc/problem.h's Instruction; operands are (address, bytes of an element, strides in bytes)."""
+    fields = [*head, *sizes, *[0] * (AXES - len(sizes))]
+    for at, item, strides in operands:
+        fields += [at, item, *strides, *[0] * (AXES - len(strides))]
+    fields += [0] * ((2 + AXES) * (4 - len(operands)))
+    return _INSTRUCTION.pack(*fields, *picked, number)
+
+
+def program_problem(pointers: list[int], sizes: list[int]) -> bytes:
+    """csrc/problem.h's Program."""
+    return _PROGRAM.pack(*pointers, *sizes)
+
+
+def layer_problem(name: str, values: list[int | float]) -> bytes:
+    """csrc/problem.h's Convolution, Norm, Glu or Mix."""
+    return _LAYERS[name].pack(*values)

@@ -10,6 +10,8 @@ from linattn.backends._protocol import SelectiveInputs, check_steps
 from linattn.backends.cpu.layout import floats, parts_for, plain, scratch, threads_for, type_of
 from linattn.backends.cpu.library import BLOCK, Library, address, loaded, selective_problem
 
+PAD = 4  # numbers of a channel are filled up to a multiple of it
+
 
 class _Call:
     def __init__(self, x: SelectiveInputs, native: Library) -> None:
@@ -42,9 +44,10 @@ class Selective(SelectiveKernel):
     reads_gates = False  # the library finds steps and rates out of range by itself, while it reads them
 
     def states_shape(self, x: SelectiveInputs) -> list[int]:
-        B, T = x.x.shape[:2]  # before every BLOCK tokens of every sequence, or room for as many
+        (B, T, D), (G, N) = x.x.shape, x.B.shape[2:]
         slots = B * (-(-T // BLOCK)) if x.cu_seqlens is None else T // BLOCK + x.cu_seqlens.shape[0] - 1
-        return [slots, *x.A.shape]
+        lanes = loaded().lanes  # before every BLOCK tokens of every sequence, or room for as many; as the library packs
+        return [slots, G, -(-D // max(G * lanes, 1)) * lanes, -(-N // PAD) * PAD]
 
     def forward(
         self, x: SelectiveInputs, ends: list[int] | None, mode: str, save: bool

@@ -6,20 +6,27 @@
 //   delta: k_t w_t^T instead of both, w_t = beta_t e_t, e_t = v_t + S_{t-1}^T a_t, a_t = -d_t k_t
 //   X_t          gradient of S_t, all later uses included; P what later tokens give it (X_t as seen by the write of t)
 //
-// Plainly the recurrence, walked over blocks of BLOCK tokens: every product of decays appears as it is, so no gate is
-// too strong. A block's rows are first copied into packed float32 rows (q scaled, decays exponentiated, tails zero).
+// Plainly the recurrence, walked over blocks of BLOCK tokens. A block's rows are first copied into packed float32 rows
+// (q scaled, decays exponentiated, tails zero). Where the decays of a span of tokens leave a product D within RANGE,
+// they are divided out of its rows first (q D, k / D), which costs no relative precision, and the span is walked
+// undecayed; where not, every decay appears as it is. So no gate is too strong.
 //
-//   sweep_tile      R rows x W vectors of a state stay in registers for a whole block: the output of an additive write
-//                   and each of its gradients, with other letters in the parts of q, k and v
+//   sweep_tile      R rows x W vectors of a state stay in registers for a whole span: the output of an additive write
+//                   and gradients, with other letters in the parts of q, k and v
 //   low_rank_tile   all keys x W vectors in L1; one pass a token writes, reads o, and reads w of the next token
 //   adjoint_tile    the same backwards in time: X, reading dw_t = X_t^T b_t (k_t for delta)
 //   gradient_tile   S forwards from a kept state, then X backwards; here vectors run over keys and rows over values,
 //                   so that dq_t = S do, dk_t = X v, dg_t = S . X ... are sums over rows, which need no reduction
 //
-// The gradients of an additive write are three sweeps, and that of its gate a running sum within the block, from S . X
-// at its end on: what a token reads is decayed by the gates up to its own, what it writes by those after it,
-// dg_t - dg_{t+1} = q_t dq_t - k_t dk_t. Where a gate is strong, its gradient is too small to be had as a difference, and
-// where gates are fixed, they sum over all tokens: there gradient_tile sums S . X token by token.
+// Gradients are sweeps: of S^T forwards, which reads dq (and da), of X^T backwards, which reads dk (and db), and of X
+// for dv; a low-rank write's X is walked before. That of a gate is a running sum within the span, from S . X at its end
+// on: what a token reads is decayed by the gates up to its own, what it writes by those after it,
+// dg_t - dg_{t+1} = q_t dq_t - k_t dk_t (- b_t db_t + a_{t+1} da_{t+1}). Where a gate is strong, its gradient is too
+// small to be had as a difference, and where gates are fixed, they sum over all tokens: there gradient_tile sums S . X
+// token by token.
+//
+// Where sequences, heads and parts of the value columns are fewer than the threads, an additive sequence is cut in
+// segments: what each does to the state is summed up first, S -> D S + E, then all are walked from their own states.
 #include <cstdint>
 #ifdef _OPENMP
 #include <omp.h>
@@ -40,16 +47,39 @@ constexpr int R = 8;  // keys of the forward's register tile, which is 2 vectors
 constexpr int R = 4;
 #endif
 constexpr int GR = 8, GW = 1;  // values, and vectors of keys, of the backward's
-constexpr int64_t SHORT = 16;   // tokens that the gate's gradient sums differences over
+constexpr int64_t SHORT = 16;    // tokens of the shortest span; the gate's gradient sums differences over two of them
 constexpr float MILD = 0.25f;    // the strongest decay whose gradient may be had by differences
+constexpr int64_t MANY = 32;     // keys, of which a low-rank write erases but a part; of fewer it may erase nearly all
+constexpr int64_t SEGMENT = 8;   // blocks, at least, of a segment
+constexpr float RANGE = 8.67e-19f;  // 2^-60, the strongest product of decays that is divided out
 
 // An odd number of cache lines, so that successive rows fall into different sets.
 int64_t stride_of(int64_t n) { return LINE * (ceil_to(n, LINE) / LINE | 1); }
 
+// Rows that the next block reads and writes. Rows of one head lie apart, which the machine does not foresee; they are
+// called in while this block is worked on.
+struct Ahead {
+  const char* at[10];
+  int64_t bytes[10], step[10], tensors = 0, rows = 0;
+  void add(const void* x, int64_t type, int64_t first, int64_t heads, int64_t h, int64_t width, int64_t v0, int64_t n) {
+    const int64_t size = type == FLOAT32 ? 4 : 2;
+    if (!x) return;
+    at[tensors] = static_cast<const char*>(x) + ((first * heads + h) * width + v0) * size;
+    bytes[tensors] = n * size, step[tensors++] = heads * width * size;
+  }
+  void fetch(int64_t from, int64_t to) const {
+    for (int64_t t = from; t < least(to, rows); t++)
+      for (int64_t i = 0; i < tensors; i++)
+        for (int64_t c = 0; c < bytes[i]; c += 64) __builtin_prefetch(at[i] + t * step[i] + c, 0, 2);
+  }
+};
+
 // Sizes and packed rows of a block. Rows of q, d_o and the keys have a zero row before the first and after the last.
 struct Block {
   int64_t K, V, Kp, Vp, ks, vs;  // Kp, Vp: padded to whole vectors; ks, vs: distance of rows
-  float *q, *k, *d, *a, *b, *v, *o, *w, *e, *beta, *S;
+  float *q, *k, *d, *a, *b, *v, *o, *w, *e, *beta, *bonus, *S;
+  mutable Ahead ahead;
+  float *since, *inverse;  // products of decays since the start of a span, and one over them
   // backward only
   double *fixed = nullptr, *across = nullptr;  // sums over tokens; S . X at the end of a block
   float *d_o = nullptr, *dw = nullptr, *d_e = nullptr, *dv = nullptr, *dq = nullptr, *dk = nullptr, *dg = nullptr,
@@ -63,10 +93,10 @@ struct Block {
     auto rows = [&](int64_t stride) { return arena.take((BLOCK + 2) * stride) + stride; };
     const bool low = p.write != ADDITIVE, both = p.write == LOW_RANK;
     q = rows(ks), k = rows(ks), v = rows(vs), o = rows(vs);
-    d = p.decay ? rows(ks) : nullptr;
+    d = p.decay ? rows(ks) : nullptr, since = p.decay ? rows(ks) : nullptr, inverse = p.decay ? rows(ks) : nullptr;
     a = low ? rows(ks) : nullptr, w = low ? rows(vs) : nullptr, e = low ? rows(vs) : nullptr;
     b = both ? rows(ks) : nullptr;
-    beta = arena.take(BLOCK);
+    beta = arena.take(BLOCK), bonus = arena.take(BLOCK);
     S = arena.take(Kp * vs);
     if (!backward) return;
     d_o = rows(vs), dv = rows(vs), dq = rows(ks), dk = rows(ks);
@@ -75,19 +105,30 @@ struct Block {
     db = both ? rows(ks) : nullptr;
     X = arena.take(Kp * vs);
     fixed = reinterpret_cast<double*>(arena.take(4 * Kp)), across = reinterpret_cast<double*>(arena.take(2 * Kp));
-    ends = low || !p.dg ? nullptr : arena.take(BLOCK / SHORT * Vp * ks);
+    ends = p.dg ? arena.take(BLOCK / SHORT * Vp * ks) : nullptr;
     ST = arena.take(Vp * ks), XT = arena.take(Vp * ks);
     kept = arena.take(BLOCK * GR * GW * L), sums = arena.take(BLOCK * GR * L);
   }
 };
 
-// A (sequence, head, part of the value columns).
+// Into how many segments a sequence is split, whose states are summed up first and joined: where sequences, heads and
+// parts are fewer than the threads. A summary costs half of a walk, of a low-rank write (K x K numbers more) twice one.
+int64_t segments_of(const Matrix& p) {
+  const int64_t tasks = p.N * p.H * p.parts;
+  const bool sums = p.d_o && (p.u || p.decay == HEAD || p.decay == CHANNEL);  // over tokens, in their order
+  if (p.write != ADDITIVE || p.ends || sums || !tasks) return 1;
+  const int64_t most = p.T / (SEGMENT * BLOCK), wanted = p.threads / tasks;
+  return wanted < 1 || most < 1 ? 1 : least(wanted, most);
+}
+
+// A (sequence, head, part of the value columns, segment), which is tokens `begin` to `end` of the sequence.
 struct Task {
-  int64_t n, h, part, first, length, slot, v0, columns;
+  int64_t n, h, part, segment, first, length, slot, v0, columns, begin, end;
 };
 
-Task task_of(const Matrix& p, int64_t i) {
+Task task_of(const Matrix& p, int64_t i, int64_t segments) {
   Task t;
+  t.segment = i % segments, i /= segments;
   t.part = i % p.parts, t.h = i / p.parts % p.H, t.n = i / p.parts / p.H;
   if (p.ends) {
     t.first = p.ends[t.n], t.length = p.ends[t.n + 1] - t.first;
@@ -99,6 +140,8 @@ Task task_of(const Matrix& p, int64_t i) {
   const int64_t step = ceil_to((p.V + p.parts - 1) / p.parts, 2 * L);
   t.v0 = least(t.part * step, p.V);
   t.columns = least(step, p.V - t.v0);
+  const int64_t blocks = ceil_to(t.length, BLOCK) / BLOCK;
+  t.begin = t.segment * blocks / segments * BLOCK, t.end = least(t.length, (t.segment + 1) * blocks / segments * BLOCK);
   return t;
 }
 
@@ -147,13 +190,23 @@ bool fixed_decays(const Matrix& p, const Task& t, const Block& m) {
   return good;
 }
 
-// The inputs of n tokens from `first` on. False if a gate is positive or NaN.
-bool read_block(const Matrix& p, const Task& t, const Block& m, int64_t first, int64_t n) {
+void read_queries(const Matrix& p, const Task& t, const Block& m, int64_t first, int64_t n) {
+  const float scale = static_cast<float>(p.scale);
+  read_rows(m.q, m.ks, p.q, p.type, first, n, p.G, t.h / (p.H / p.G), p.K, 0, p.K, m.Kp, scale);
+}
+
+void read_keys(const Matrix& p, const Task& t, const Block& m, int64_t first, int64_t n) {
+  read_rows(m.k, m.ks, p.k, p.type, first, n, p.G, t.h / (p.H / p.G), p.K, 0, p.K, m.Kp);
+}
+
+void read_values(const Matrix& p, const Task& t, const Block& m, float* to, const void* from, int64_t first,
+                 int64_t n) {
+  read_rows(to, m.vs, from, p.type, first, n, p.H, t.h, p.V, t.v0, t.columns, m.Vp);
+}
+
+// False if a gate is positive or NaN.
+bool read_decays(const Matrix& p, const Task& t, const Block& m, int64_t first, int64_t n) {
   bool good = true;
-  const int64_t g = t.h / (p.H / p.G);
-  read_rows(m.q, m.ks, p.q, p.type, first, n, p.G, g, p.K, 0, p.K, m.Kp, static_cast<float>(p.scale));
-  read_rows(m.k, m.ks, p.k, p.type, first, n, p.G, g, p.K, 0, p.K, m.Kp);
-  read_rows(m.v, m.vs, p.v, p.type, first, n, p.H, t.h, p.V, t.v0, t.columns, m.Vp);
   if (p.decay == TOKEN_HEAD || p.decay == TOKEN_CHANNEL) {
     const int64_t D = p.decay == TOKEN_HEAD ? 1 : p.K, Dp = ceil_to(D, L);
     read_rows(m.d, m.ks, p.g, p.g_type, first, n, p.H, t.h, D, 0, D, Dp);
@@ -162,6 +215,15 @@ bool read_block(const Matrix& p, const Task& t, const Block& m, int64_t first, i
   if (p.decay == CHANNEL || p.decay == TOKEN_CHANNEL)  // channels beyond K: kept, they are zero
     for (int64_t i = 0; i < n; i++)
       for (int64_t j = p.K; j < m.Kp; j++) m.d[i * m.ks + j] = 1;
+  return good;
+}
+
+// The inputs of n tokens from `first` on. False if a gate is positive or NaN.
+bool read_block(const Matrix& p, const Task& t, const Block& m, int64_t first, int64_t n) {
+  read_queries(p, t, m, first, n);
+  read_keys(p, t, m, first, n);
+  read_values(p, t, m, m.v, p.v, first, n);
+  const bool good = read_decays(p, t, m, first, n);
   if (p.write == DELTA) {
     for (int64_t i = 0; i < n; i++) {
       read_row(m.beta + i, p.beta, p.beta_type, (first + i) * p.H + t.h, 1);
@@ -182,6 +244,27 @@ bool read_block(const Matrix& p, const Task& t, const Block& m, int64_t first, i
   return good;
 }
 
+// What Ahead calls in: the rows of n tokens from `first` on.
+void look_ahead(const Matrix& p, const Task& t, const Block& m, int64_t first, int64_t n) {
+  Ahead a;
+  a.rows = n;
+  const auto keys = [&](const void* x, int64_t type, int64_t first, int64_t heads) {
+    a.add(x, type, first, heads, t.h / (p.H / heads), p.K, 0, p.K);
+  };
+  const auto values = [&](const void* x, int64_t type) { a.add(x, type, first, p.H, t.h, p.V, t.v0, t.columns); };
+  keys(p.q, p.type, first, p.G);
+  keys(p.k, p.type, first, p.G);
+  if (p.decay == TOKEN_CHANNEL) keys(p.g, p.g_type, first, p.H);
+  values(p.v, p.type);
+  values(p.o, p.type);
+  values(p.writes, FLOAT32);
+  values(p.d_o, p.type);
+  values(p.dv, p.type);
+  keys(p.dq, p.key_type, t.part * p.tokens + first, p.H);
+  keys(p.dk, p.key_type, t.part * p.tokens + first, p.H);
+  m.ahead = a;
+}
+
 void read_state(const Matrix& p, const Task& t, const Block& m, float* S, const float* from) {
   zero(S, m.Kp * m.vs);
   if (from)
@@ -190,6 +273,88 @@ void read_state(const Matrix& p, const Task& t, const Block& m, float* S, const 
 
 void write_state(const Matrix& p, const Task& t, const Block& m, const float* S, float* to) {
   for (int64_t r = 0; r < m.K; r++) write_row(to, S + r * m.vs, FLOAT32, r * p.V + t.v0, t.columns);
+}
+
+// ---- spans: decays divided out
+
+// Whether decays are of the whole state, of its rows (keys), or of its vectors' lanes.
+enum Gates { UNGATED, WHOLE, ROWS, LANES };
+
+// How many tokens from the i-th on have a product of decays within RANGE: `most`, or less by halves; 0 if too few do.
+template <int D>
+int64_t even_span(const Block& m, int64_t i, int64_t most) {
+  if (!D) return most;
+  const int64_t size = D == WHOLE ? 1 : m.Kp;
+  for (int64_t j = 0; j < size; j += L) {
+    const float* d = m.d + i * m.ks + j;
+    float* since = m.since + i * m.ks + j;
+    Vec product = all(1.f);
+    for (int64_t t = 0; t < most; t++, d += m.ks, since += m.ks) store(since, product *= load(d));
+  }
+  for (int64_t n = most; n; n = n > SHORT ? ceil_to(n / 2, SHORT) : 0) {
+    const float* last = m.since + (i + n - 1) * m.ks;
+    bool every = true;
+    for (int64_t j = 0; j < size; j++) every &= last[j] >= RANGE;
+    if (every) return n;
+  }
+  return 0;
+}
+
+// Stretches of a block that are swept at once.
+struct Spans {
+  int64_t count = 0, at[BLOCK / SHORT + 2] = {};
+  void add(int64_t n) { at[count + 1] = at[count] + n, count++; }
+};
+
+// The spans of a block, at most `most` tokens each, or none where a decay is too strong for them.
+template <int D>
+Spans even_spans(const Block& m, int64_t n, int64_t most) {
+  Spans spans;
+  for (int64_t i = 0; i < n; i = spans.at[spans.count]) {
+    const int64_t part = even_span<D>(m, i, least(most, n - i));
+    if (!part) return {};
+    spans.add(part);
+  }
+  return spans;
+}
+
+// x times y, which is one number for all or one for each.
+template <int D>
+void multiply(float* x, const float* y, int64_t n) {
+  for (int64_t j = 0; j < n; j += L) store(x + j, load(x + j) * (D == WHOLE ? all(y[0]) : load(y + j)));
+}
+
+// Rows of n tokens, from the i-th on, so that the recurrence has no decay: what is read is multiplied by the decays
+// since the span's start, what is written divided by them. The gradients of such rows need the same factors.
+template <int D, bool Before>
+void divide_out(const Block& m, int64_t i, int64_t n, float* read, float* written, float* a, float* b) {
+  for (int64_t t = i; t < i + n; t++) {
+    const int64_t at = t * m.ks;
+    const float *since = m.since + at, *inverse = m.inverse + at;
+    if (read && !Before) multiply<D>(read + at, since, m.Kp);
+    if (written) multiply<D>(written + at, inverse, m.Kp);
+    if (b) multiply<D>(b + at, inverse, m.Kp);
+    if (t == i) continue;
+    if (read && Before) multiply<D>(read + at, since - m.ks, m.Kp);
+    if (a) multiply<D>(a + at, since - m.ks, m.Kp);
+  }
+}
+
+template <int D>
+void invert(const Block& m, int64_t i, int64_t n) {
+  for (int64_t t = i; t < i + n; t++)
+    for (int64_t j = 0; j < (D == WHOLE ? 1 : m.Kp); j += L)
+      store(m.inverse + t * m.ks + j, 1 / load(m.since + t * m.ks + j));
+}
+
+// The state at the end of a span whose last token is t, or its gradient before it.
+template <int D>
+void decay_state(const Block& m, float* S, int64_t t) {
+  for (int64_t r = 0; r < m.K; r++) multiply<WHOLE>(S + r * m.vs, m.since + t * m.ks + (D == WHOLE ? 0 : r), m.Vp);
+}
+template <int D>
+void decay_transposed(const Block& m, float* ST, int64_t t) {
+  for (int64_t r = 0; r < m.V; r++) multiply<D>(ST + r * m.ks, m.since + t * m.ks, m.Kp);
 }
 
 // ---- forward
@@ -201,62 +366,98 @@ struct Sweep {
   float *out, *S;
   int64_t rows, lanes;  // of S
   int64_t broadcast, along, gates, stride;
+  const float *x2 = nullptr, *y2 = nullptr, *z2 = nullptr;  // a second read, a second write
+  float* out2 = nullptr;
 };
 
-// FORWARD: S = d S + y z, out += x S. LATE reads first. BACKWARD: S = S + y z, out += x S, and the decay comes last.
+// X, X2, Y2: whether there is a read, a second one, a second write.
+// FORWARD: out2 += x2 S, S = d S + y z + y2 z2, out += x S. LATE reads both first.
+// BACKWARD: S = S + y z, out += x S, out2 += x2 S, S = d (S + y2 z2).
 enum Order { FORWARD, LATE, BACKWARD };
-// Decays: of the whole state, of its rows, of its vectors' lanes.
-enum Gates { UNGATED, WHOLE, ROWS, LANES };
 
-template <int D, int O, int W>
+template <int D, int O, bool X, bool X2, bool Y2, int W>
 void sweep_tile(const Sweep& s, int64_t n, int64_t r0, int64_t c0) {
   const float *x = s.x + r0, *y = s.y + r0, *z = s.z + c0, *d = s.d + (D == ROWS ? r0 : D == LANES ? c0 : 0);
-  float *out = s.out + c0, *S = s.S + r0 * s.stride + c0;
+  const float *x2 = X2 ? s.x2 + r0 : x, *y2 = Y2 ? s.y2 + r0 : y, *z2 = Y2 ? s.z2 + c0 : z;
+  float *out = s.out + c0, *out2 = X2 ? s.out2 + c0 : out, *S = s.S + r0 * s.stride + c0;
+  const int64_t broadcast = s.broadcast, along = s.along, gates = s.gates;  // stores might alias s
   Vec state[R][W];
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
     for (int w = 0; w < W; w++) state[r][w] = load(S + r * s.stride + w * L);
   for (int64_t t = 0; t < n; t++) {
-    Vec value[W], even[W], odd[W], decay[W];
+    Vec value[W], value2[W], even[W], odd[W], sum2[W], decay[W];
     for (int w = 0; w < W; w++) {
-      value[w] = load(z + w * L), even[w] = load(out + w * L), odd[w] = Vec{};
+      value[w] = load(z + w * L), even[w] = X && r0 ? load(out + w * L) : Vec{}, odd[w] = Vec{};
+      if (Y2) value2[w] = load(z2 + w * L);
+      if (X2) sum2[w] = r0 ? load(out2 + w * L) : Vec{};
       decay[w] = D == WHOLE ? all(d[0]) : D == LANES ? load(d + w * L) : Vec{};
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      const Vec yr = all(y[r]), xr = all(x[r]), dr = D == ROWS ? all(d[r]) : Vec{};
+      const Vec yr = all(y[r]), xr = all(x[r]), dr = D == ROWS ? all(d[r]) : Vec{}, x2r = all(x2[r]), y2r = all(y2[r]);
 #pragma GCC unroll 2
       for (int w = 0; w < W; w++) {
-        Vec &sum = r & 1 ? odd[w] : even[w], &v = state[r][w];
+        Vec &sum = R > 4 && r & 1 ? odd[w] : even[w], &v = state[r][w];
         const Vec by = D == ROWS ? dr : decay[w];
-        if (O == LATE) sum += xr * v;
+        if (X2 && O != BACKWARD) sum2[w] += x2r * v;
+        if (X && O == LATE) sum += xr * v;
         v = D && O != BACKWARD ? by * v + yr * value[w] : v + yr * value[w];
-        if (O != LATE) sum += xr * v;
+        if (Y2 && O != BACKWARD) v += y2r * value2[w];
+        if (X && O != LATE) sum += xr * v;
+        if (X2 && O == BACKWARD) sum2[w] += x2r * v;
+        if (Y2 && O == BACKWARD) v += y2r * value2[w];
         if (D && O == BACKWARD) v *= by;
       }
     }
-    for (int w = 0; w < W; w++) store(out + w * L, even[w] + odd[w]);
-    x += s.broadcast, y += s.broadcast, z += s.along, out += s.along, d += D ? s.gates : 0;
+    for (int w = 0; w < W; w++) {
+      if (X) store(out + w * L, R > 4 ? even[w] + odd[w] : even[w]);
+      if (X2) store(out2 + w * L, sum2[w]);
+    }
+    x += broadcast, y += broadcast, z += along, out += along, d += D ? gates : 0;
+    x2 += broadcast, y2 += broadcast, z2 += along, out2 += along;
   }
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
     for (int w = 0; w < W; w++) store(S + r * s.stride + w * L, state[r][w]);
 }
 
-// `out` is added to.
-template <int D, int O>
-void sweep(const Sweep& s, int64_t n) {
+// `out` is overwritten.
+template <int D, int O, bool X2 = false, bool Y2 = false, bool X = true>
+void sweep(const Sweep& s, int64_t n, const Ahead& ahead = {}, int64_t i = 0) {
+  const int64_t tiles = (s.lanes + 2 * L - 1) / (2 * L) * ((s.rows + R - 1) / R);
+  int64_t tile = 0;
   for (int64_t c0 = 0; c0 < s.lanes; c0 += 2 * L)
-    for (int64_t r0 = 0; r0 < s.rows; r0 += R) {
+    for (int64_t r0 = 0; r0 < s.rows; r0 += R, tile++) {
+      ahead.fetch(i + n * tile / tiles, i + n * (tile + 1) / tiles);
       if (c0 + 2 * L <= s.lanes)
-        sweep_tile<D, O, 2>(s, n, r0, c0);
+        sweep_tile<D, O, X, X2, Y2, 2>(s, n, r0, c0);
       else
-        sweep_tile<D, O, 1>(s, n, r0, c0);
+        sweep_tile<D, O, X, X2, Y2, 1>(s, n, r0, c0);
     }
 }
 
 template <int D, bool Before>
 void additive(const Block& m, int64_t n) {
-  zero(m.o, n * m.vs);
-  sweep<D, Before ? LATE : FORWARD>({m.q, m.k, m.v, m.d, m.o, m.S, m.K, m.Vp, m.ks, m.vs, m.ks, m.vs}, n);
+  constexpr int order = Before ? LATE : FORWARD;
+  for (int64_t i = 0, part; i < n; i += part) {
+    part = even_span<D>(m, i, n - i);
+    const int64_t k = i * m.ks, v = i * m.vs;
+    Sweep s = {m.q + k, m.k + k, m.v + v, m.d + (D ? k : 0), m.o + v, m.S, m.K, m.Vp, m.ks, m.vs, m.ks, m.vs};
+    if (D && !part) {  // too strong to be divided out
+      part = least(SHORT, n - i);
+      sweep<D, order>(s, part, m.ahead, i);
+      continue;
+    }
+    if (D) {
+      invert<D>(m, i, part);
+      divide_out<D, Before>(m, i, part, m.q, m.k, nullptr, nullptr);
+    }
+    sweep<UNGATED, order>(s, part, m.ahead, i);
+    if (D) decay_state<D>(m, m.S, i + part - 1);
+  }
 }
 
 // `next` becomes S^T a of the token after t.
@@ -264,12 +465,14 @@ template <int D, bool Both, bool Before, int W>
 void low_rank_tile(const Block& m, int64_t n, int64_t v0) {
   const int64_t K = m.K, ks = m.ks, vs = m.vs;
   const float *q = m.q, *k = m.k, *a = m.a, *b = Both ? m.b : m.k, *d = D ? m.d : nullptr, *values = m.v + v0;
+  const float* beta = m.beta;
   float *const S0 = m.S + v0, *e = m.e + v0, *wrote = m.w + v0, *out = m.o + v0;
   Vec next[2][W] = {};
   for (int64_t r = 0; r < K; r++)
     for (int w = 0; w < W; w++) next[0][w] += a[r] * load(S0 + r * vs + w * L);
   for (int64_t t = 0; t < n; t++, values += vs, e += vs, wrote += vs, out += vs) {
     a += ks;  // of the next token
+    if (!v0) m.ahead.fetch(t, t + 1);
     Vec v[W], x[W], o[2][W] = {}, decay = D == 1 ? all(d[0]) : Vec{};
     for (int w = 0; w < W; w++) {
       v[w] = load(values + w * L);
@@ -277,7 +480,7 @@ void low_rank_tile(const Block& m, int64_t n, int64_t v0) {
       if (!Both) {
         x[w] += v[w];
         store(e + w * L, x[w]);
-        x[w] *= m.beta[t];
+        x[w] *= beta[t];
       }
       store(wrote + w * L, x[w]);
       next[0][w] = next[1][w] = Vec{};
@@ -332,6 +535,10 @@ float bonus_weight(const Matrix& p, const Task& t, const Block& m, int64_t i) {
   for (int64_t j = 0; j < p.K; j++) c += q[j] * u[j] * k[j];
   return c;
 }
+void bonus_weights(const Matrix& p, const Task& t, const Block& m, int64_t n) {
+  if (!p.u) return;
+  for (int64_t i = 0; i < n; i++) m.bonus[i] = bonus_weight(p, t, m, i);
+}
 
 // One token: the state is read where it lies and written where it goes. W vectors of columns, the last cut to n floats.
 template <int Kind, bool Before, int W>
@@ -384,56 +591,151 @@ void step_of(const Matrix& p, const Block& m, const float* from, float* to) {
   one(p, m, from, to);
 }
 
-bool forward_task(const Matrix& p, const Task& t, const Block& m, Walk walk) {
+// ---- segments
+
+// What a segment does to the state, decay * S + added, or to the state's gradient: Kp and Kp x vs floats a segment.
+struct Summary {
+  float *decay, *added;
+  Summary(const Block& m, float* slots, int64_t segment)
+      : decay(slots + segment * (m.Kp + m.Kp * m.vs)), added(decay + m.Kp) {}
+  static int64_t size(const Block& m) { return m.Kp + m.Kp * m.vs; }
+  void apply(const Block& m, float* S) const {
+    for (int64_t r = 0; r < m.K; r++)
+      for (int64_t j = 0; j < m.Vp; j += L) {
+        float* row = S + r * m.vs + j;
+        store(row, decay[r] * load(row) + load(added + r * m.vs + j));
+      }
+  }
+};
+
+// The state that a segment leaves where none was (the walk without reads), or, from its end to its start, its gradient.
+template <int D, bool Before, bool Backward>
+void summarize(const Matrix& p, const Task& t, const Block& m, const Summary& sum) {
+  constexpr int order = !Backward ? FORWARD : Before ? LATE : BACKWARD;
+  const int64_t blocks = (t.end - t.begin + BLOCK - 1) / BLOCK;
+  float *S = sum.added, *keys = Backward ? m.q : m.k, *values = Backward ? m.d_o : m.v;
+  zero(S, m.Kp * m.vs);
+  for (int64_t j = 0; j < m.Kp; j++) sum.decay[j] = 1;
+  fixed_decays(p, t, m);
+  for (int64_t b = 0; b < blocks; b++) {
+    const int64_t begin = t.begin + (Backward ? blocks - 1 - b : b) * BLOCK, n = least(BLOCK, t.end - begin);
+    Backward ? read_queries(p, t, m, t.first + begin, n) : read_keys(p, t, m, t.first + begin, n);
+    read_values(p, t, m, values, Backward ? p.d_o : p.v, t.first + begin, n);
+    read_decays(p, t, m, t.first + begin, n);
+    const Spans spans = even_spans<D>(m, n, BLOCK);
+    for (int64_t c = 0; c < spans.count; c++) {
+      const int64_t span = Backward ? spans.count - 1 - c : c, i = spans.at[span], end = spans.at[span + 1];
+      if (D && !Backward) invert<D>(m, i, end - i);
+      float *read = Backward ? keys : nullptr, *written = Backward ? nullptr : keys;
+      if (D) divide_out<D, Before>(m, i, end - i, read, written, nullptr, nullptr);
+      if (D && Backward) decay_state<D>(m, S, end - 1);
+      const float *k = keys + i * m.ks, *v = values + i * m.vs;
+      sweep<UNGATED, FORWARD, false, false, false>({k, k, v, k, S, S, m.K, m.Vp, m.ks, m.vs, m.ks, m.vs}, end - i);
+      if (D && !Backward) decay_state<D>(m, S, end - 1);
+    }
+    if (!spans.count) {
+      const int64_t at = Backward ? n - 1 : 0, sign = Backward ? -1 : 1;
+      const float *k = keys + at * m.ks, *v = values + at * m.vs, *d = m.d + (D ? at * m.ks : 0);
+      sweep<D, order, false, false, false>(
+          {k, k, v, d, S, S, m.K, m.Vp, sign * m.ks, sign * m.vs, sign * m.ks, m.vs}, n);
+    }
+    for (int64_t i = 0; D && i < n; i++) multiply<D>(sum.decay, m.d + i * m.ks, m.Kp);
+  }
+}
+
+using Summarize = void (*)(const Matrix&, const Task&, const Block&, const Summary&);
+
+template <int D, bool Backward>
+Summarize summarize_of(const Matrix& p) {
+  return p.before ? summarize<D, true, Backward> : summarize<D, false, Backward>;
+}
+
+template <bool Backward>
+Summarize summarize_of(const Matrix& p) {
+  return p.decay == NONE     ? summarize_of<UNGATED, Backward>(p)
+         : scalar_decay(p) ? summarize_of<WHOLE, Backward>(p)
+                           : summarize_of<ROWS, Backward>(p);
+}
+
+// Floats of scratch: a thread's own, and a summary, which lie behind those of all threads.
+struct Scratch {
+  int64_t own, summary;
+};
+
+Scratch scratch_of(const Matrix& p) {
+  Arena arena{nullptr};
+  const Block m(p, columns_of(p), arena, p.d_o != nullptr);
+  return {arena.used, Summary::size(m)};
+}
+
+int64_t scratch(const Matrix& p) {
+  const int64_t segments = segments_of(p), tasks = p.N * p.H * p.parts * segments;
+  const Scratch size = scratch_of(p);
+  return size.own + (segments > 1 ? ceil_to((tasks + p.threads - 1) / p.threads * size.summary, LINE) : 0);
+}
+
+// each(task, block, summaries of the task's sequence)
+template <class Each>
+void for_each_task(const Matrix& p, int64_t segments, Each each) {
+  const int64_t tasks = p.N * p.H * p.parts * segments;
+  const int64_t threads = least(p.threads, tasks);
+  const Scratch size = scratch_of(p);
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+  for (int64_t i = 0; i < tasks; i++) {
+    const Task t = task_of(p, i, segments);
+    if (t.columns <= 0) continue;
+    Arena arena{p.scratch + thread() * size.own};
+    const Block m(p, t.columns, arena, p.d_o != nullptr);
+    each(t, m, p.scratch + p.threads * size.own + (i - t.segment) * size.summary);
+  }
+}
+
+// Sums up every segment but the last (backwards: the first), which nothing follows.
+template <bool Backward>
+void summarize_segments(const Matrix& p, int64_t segments) {
+  if (segments == 1) return;
+  const Summarize one = summarize_of<Backward>(p);
+  for_each_task(p, segments, [&](const Task& t, const Block& m, float* summaries) {
+    if (t.segment != (Backward ? 0 : segments - 1)) one(p, t, m, Summary(m, summaries, t.segment));
+  });
+}
+
+bool forward_task(const Matrix& p, const Task& t, const Block& m, float* summaries, Walk walk) {
   const int64_t at = (t.n * p.H + t.h) * p.K * p.V;
   const bool one = t.length == 1 && p.state && !p.states;
   if (!one) read_state(p, t, m, m.S, p.state ? p.state + at : nullptr);
+  for (int64_t s = 0; s < t.segment; s++) Summary(m, summaries, s).apply(m, m.S);
   bool good = fixed_decays(p, t, m);
-  for (int64_t begin = 0; begin < t.length; begin += BLOCK) {
-    const int64_t n = least(BLOCK, t.length - begin), first = t.first + begin;
+  for (int64_t begin = t.begin; begin < t.end; begin += BLOCK) {
+    const int64_t n = least(BLOCK, t.end - begin), first = t.first + begin;
     if (p.states) write_state(p, t, m, m.S, p.states + ((t.slot + begin / BLOCK) * p.H + t.h) * p.K * p.V);
     good &= read_block(p, t, m, first, n);
+    look_ahead(p, t, m, first + n, least(BLOCK, t.end - begin - n));
+    bonus_weights(p, t, m, n);
     if (one)
       step_of(p, m, p.state + at + t.v0, p.final + at + t.v0);
     else
       walk(m, n);
     if (p.u)
       for (int64_t i = 0; i < n; i++) {
-        const float c = bonus_weight(p, t, m, i), *wrote = (p.write == DELTA ? m.w : m.v) + i * m.vs;
+        const float c = m.bonus[i], *wrote = (p.write == DELTA ? m.w : m.v) + i * m.vs;
         for (int64_t j = 0; j < m.Vp; j++) m.o[i * m.vs + j] += c * wrote[j];
       }
     write_rows(p.o, p.type, m.o, m.vs, first, n, p.H, t.h, p.V, t.v0, t.columns);
     if (p.writes)
       write_rows(p.writes, FLOAT32, p.write == DELTA ? m.e : m.w, m.vs, first, n, p.H, t.h, p.V, t.v0, t.columns);
   }
-  if (!one) write_state(p, t, m, m.S, p.final + at);
+  if (!one && t.end == t.length) write_state(p, t, m, m.S, p.final + at);
   return good;
-}
-
-int64_t scratch(const Matrix& p) {
-  Arena arena{nullptr};
-  Block(p, columns_of(p), arena, p.d_o != nullptr);
-  return arena.used;
-}
-
-template <class Each>
-void for_each_task(const Matrix& p, Each each) {
-  const int64_t tasks = p.N * p.H * p.parts, size = scratch(p);
-#pragma omp parallel for schedule(dynamic, 1) num_threads(p.threads) if (p.threads > 1)
-  for (int64_t i = 0; i < tasks; i++) {
-    const Task t = task_of(p, i);
-    if (t.columns <= 0) continue;
-    Arena arena{p.scratch + thread() * size};
-    const Block m(p, t.columns, arena, p.d_o != nullptr);
-    each(t, m);
-  }
 }
 
 int64_t forward(const Matrix& p) {
   const Walk walk = forward_walk(p);
+  const int64_t segments = segments_of(p);
   int64_t bad = 0;
-  for_each_task(p, [&](const Task& t, const Block& m) {
-    if (!forward_task(p, t, m, walk)) {
+  summarize_segments<false>(p, segments);
+  for_each_task(p, segments, [&](const Task& t, const Block& m, float* summaries) {
+    if (!forward_task(p, t, m, summaries, walk)) {
 #pragma omp atomic write
       bad = 1;
     }
@@ -443,38 +745,43 @@ int64_t forward(const Matrix& p) {
 
 // ---- backward
 
-// X_t -> X_{t-1}: the low-rank term cancels a part of X, so it comes first, and for delta (a = -d k, here a is k)
-// before the decay.
+// X_t -> X_{t-1}: the low-rank term cancels a part of X, so it comes first, and for delta with a decay (a = -d k, here
+// a is k) before the decay.
 template <int D, bool Both, class Y, class Z>
 inline Vec passed(Vec x, Vec d, Y a, Z d_e, Vec read) {
-  if (!Both) {
+  if (D && !Both) {
     x -= a * d_e;
-    return D ? d * x + read : x + read;
+    return d * x + read;
   }
   return (D ? d * x + a * d_e : x + a * d_e) + read;
 }
 
-// Walks X from the block's end to its start. Row `s` of q and d_o joins X of the token before t: its own read if it
-// reads after its write, else that of t.
+// Walks X over the tokens from the i-th to before the n-th, backwards. Row `s` of q and d_o joins X of the token before
+// t: its own read if it reads after its write, else that of t.
 template <int D, bool Both, int W>
-void adjoint_tile(const Block& m, int64_t n, int64_t v0, int64_t shift) {
+void adjoint_tile(const Block& m, int64_t i, int64_t n, int64_t v0, int64_t shift) {
+  const int64_t K = m.K, vs = m.vs;  // stores might alias m
+  float* const X0 = m.X + v0;
+  const float* ends[] = {m.q + (n - 1) * m.ks, m.q + i * m.ks};
+  ends[shift ? 0 : 1] = m.q - m.ks;
   Vec read[2][W] = {}, write[2][W] = {};
   {
-    const float *q = m.q + (n - 1 + shift) * m.ks, *k = (Both ? m.b : m.k) + (n - 1) * m.ks, *y = m.k + (n - 1) * m.ks;
+    const float *q = ends[0], *k = (Both ? m.b : m.k) + (n - 1) * m.ks, *y = m.k + (n - 1) * m.ks;
     const float* d_o = m.d_o + (n - 1 + shift) * m.vs + v0;
-    for (int64_t r = 0; r < m.K; r++)
+    for (int64_t r = 0; r < K; r++)
       for (int w = 0; w < W; w++) {
-        float* X = m.X + r * m.vs + v0 + w * L;
+        float* X = X0 + r * vs + w * L;
         const Vec x = load(X) + q[r] * load(d_o + w * L);
         store(X, x);
         read[0][w] += k[r] * x;
         if (Both) write[0][w] += y[r] * x;
       }
   }
-  for (int64_t t = n - 1; t >= 0; t--) {
+  for (int64_t t = n - 1; t >= i; t--) {
     const int64_t s = t - 1 + shift;
-    const float *q = m.q + s * m.ks, *k = (Both ? m.b : m.k) + (t - 1) * m.ks, *y = m.k + (t - 1) * m.ks;
-    const float *a = (Both ? m.a : m.k) + t * m.ks, *d = D == 0 ? nullptr : m.d + t * m.ks;
+    const float *q = t == i ? ends[1] : m.q + s * m.ks, *y = m.k + (t - 1) * m.ks;
+    const float *k = (Both ? m.b : m.k) + (t - 1) * m.ks, *a = (Both || !D ? m.a : m.k) + t * m.ks;
+    const float* d = D == 0 ? nullptr : m.d + t * m.ks;
     Vec d_o[W], dx[W], decay = D == 1 ? all(d[0]) : Vec{};
     for (int w = 0; w < W; w++) {
       const int64_t at = t * m.vs + v0 + w * L;
@@ -487,7 +794,7 @@ void adjoint_tile(const Block& m, int64_t n, int64_t v0, int64_t shift) {
       read[0][w] = read[1][w] = write[0][w] = write[1][w] = Vec{};
     }
     auto row = [&](int64_t r, int side) __attribute__((always_inline)) {
-      float* X = m.X + r * m.vs + v0;
+      float* X = X0 + r * vs;
       const Vec qr = all(q[r]), kr = all(k[r]), ar = all(a[r]), yr = all(y[r]);
       if (D == 2) decay = all(d[r]);
 #pragma GCC unroll 2
@@ -499,16 +806,16 @@ void adjoint_tile(const Block& m, int64_t n, int64_t v0, int64_t shift) {
       }
     };
     int64_t r = 0;
-    for (; r + 1 < m.K; r += 2) row(r, 0), row(r + 1, 1);
-    if (r < m.K) row(r, 0);
+    for (; r + 1 < K; r += 2) row(r, 0), row(r + 1, 1);
+    if (r < K) row(r, 0);
   }
 }
 
 template <int D, bool Both>
-void adjoint(const Block& m, int64_t n, int64_t shift) {
+void adjoint(const Block& m, int64_t i, int64_t n, int64_t shift) {
   int64_t v0 = 0;
-  for (; v0 + 2 * L <= m.Vp; v0 += 2 * L) adjoint_tile<D, Both, 2>(m, n, v0, shift);
-  if (v0 < m.Vp) adjoint_tile<D, Both, 1>(m, n, v0, shift);
+  for (; v0 + 2 * L <= m.Vp; v0 += 2 * L) adjoint_tile<D, Both, 2>(m, i, n, v0, shift);
+  if (v0 < m.Vp) adjoint_tile<D, Both, 1>(m, i, n, v0, shift);
 }
 
 // GR values x GW vectors of keys of S^T, then of X^T. wrote: the values that k writes (w for delta).
@@ -615,25 +922,17 @@ void gradients(const Block& m, int64_t n) {
 }
 
 template <int D, int Kind>
-Walk gradient_walk_of(const Matrix& p) {
-  return p.before ? gradients<D, Kind, true> : gradients<D, Kind, false>;
+void walked_gradients(const Block& m, int64_t n, bool before) {
+  float* const key_sums[] = {m.dq, m.dk, m.dg, m.da, m.db};
+  for (float* sums : key_sums)
+    if (sums) zero(sums, n * m.ks);
+  if (Kind != ADDITIVE) adjoint<D, Kind == LOW_RANK>(m, 0, n, before);
+  before ? gradients<D, Kind, true>(m, n) : gradients<D, Kind, false>(m, n);
 }
 
-// An additive write without a decay never comes here: it is swept.
-template <int D>
-Walk gradient_walk_of(const Matrix& p) {
-  if constexpr (D != 0)
-    if (p.write == ADDITIVE) return gradient_walk_of<D, ADDITIVE>(p);
-  return p.write == LOW_RANK ? gradient_walk_of<D, LOW_RANK>(p) : gradient_walk_of<D, DELTA>(p);
-}
-
-Walk gradient_walk(const Matrix& p) {
-  return p.decay == NONE ? gradient_walk_of<0>(p) : scalar_decay(p) ? gradient_walk_of<1>(p) : gradient_walk_of<2>(p);
-}
-
-// dg of n tokens from the i0-th on, by differences of q dq and k dk from S . X behind them (S^T given, X^T in
-// the place of S^T).
-template <bool Scalar, bool Before>
+// dg of n tokens from the i0-th on, by differences of what is read and written from S . X behind them (S^T given, X^T
+// in the place of S^T). Divided decays cancel in every product. That of delta's a is of the same gate.
+template <bool Scalar, int Kind, bool Before>
 void gates_by_differences(const Block& m, int64_t i0, int64_t n, const float* ST) {
   double *later = m.across, whole = 0;
   for (int64_t j = 0; j < m.Kp; j++) later[j] = 0;
@@ -641,59 +940,126 @@ void gates_by_differences(const Block& m, int64_t i0, int64_t n, const float* ST
     for (int64_t j = 0; j < m.Kp; j++) later[j] += ST[r * m.ks + j] * m.ST[r * m.ks + j];
   for (int64_t j = 0; j < m.Kp; j++) whole += later[j];
   for (int64_t i = i0 + n - 1; i >= i0; i--) {
-    const float *q = m.q + i * m.ks, *k = m.k + i * m.ks, *dq = m.dq + i * m.ks, *dk = m.dk + i * m.ks;
-    float* dg = m.dg + i * m.ks;
-    double read = 0, written = 0;
+    const int64_t at = i * m.ks;
+    const float *q = m.q + at, *k = m.k + at, *dq = m.dq + at, *dk = m.dk + at;
+    const float *a = Kind ? m.a + at : q, *da = Kind ? m.da + at : q;
+    const float *b = Kind == LOW_RANK ? m.b + at : q, *db = Kind == LOW_RANK ? m.db + at : q;
+    float* dg = m.dg + at;
+    double read = 0, written = 0, erased = 0;
     for (int64_t j = 0; j < m.Kp; j++) {
-      const double r = static_cast<double>(q[j]) * dq[j], w = static_cast<double>(k[j]) * dk[j];
-      read += r, written += w;
+      const double r = static_cast<double>(q[j]) * dq[j], e = Kind ? static_cast<double>(a[j]) * da[j] : 0;
+      double w = static_cast<double>(k[j]) * dk[j];
+      if (Kind == LOW_RANK) w += static_cast<double>(b[j]) * db[j];
+      read += r, written += w, erased += e;
       if (Scalar) continue;
       const double here = later[j] - w + (Before ? 0 : r);
-      dg[j] = static_cast<float>(here);
-      later[j] = here + (Before ? r : 0);
+      dg[j] = static_cast<float>(Kind == DELTA ? here + e : here);
+      later[j] = here + e + (Before ? r : 0);
     }
     if (!Scalar) continue;
     const double here = whole - written + (Before ? 0 : read);
-    dg[0] = static_cast<float>(here);
-    whole = here + (Before ? read : 0);
+    dg[0] = static_cast<float>(Kind == DELTA ? here + erased : here);
+    whole = here + erased + (Before ? read : 0);
   }
 }
 
-// Three sweeps: dq, dk and dv; S^T, X^T and X move on. The gate's gradient starts anew every SHORT tokens, as rounding
-// adds up in what it sums.
-template <int D, bool Before>
-void additive_gradients(const Block& m, int64_t n) {
-  constexpr int lanes = D == ROWS ? LANES : D, forth = Before ? LATE : FORWARD, back = Before ? LATE : BACKWARD;
-  const int64_t ks = m.ks, vs = m.vs, length = m.dg ? SHORT : BLOCK;
-  zero(m.dv, n * vs);
-  for (int64_t i = 0; i < n; i += length) {
-    const int64_t k = i * ks, v = i * vs;
-    const float* d = D ? m.d + k : nullptr;
-    const Sweep dq = {m.d_o + v, m.v + v, m.k + k, d, m.dq + k, m.ST, m.V, m.Kp, vs, ks, ks, ks};
-    sweep<lanes, forth>(dq, least(length, n - i));
-    if (m.dg) __builtin_memcpy(m.ends + i / length * m.Vp * ks, m.ST, m.Vp * ks * sizeof(float));
+// Sweeps of S^T forwards, which reads dq (and da), and of X^T backwards, which reads dk (and db); for an additive write
+// dv by a third, of X, which is walked before for the others. Divided: decays D were divided out of the rows; else they
+// are swept as they are. The gate's gradient starts anew with every span, as rounding adds up in what it sums.
+template <int D, int Kind, bool Before, bool Divided>
+void swept_gradients(const Block& m, const Spans& spans) {
+  constexpr bool Low = Kind != ADDITIVE, Both = Kind == LOW_RANK;
+  constexpr int gates = Divided ? UNGATED : D, lanes = gates == ROWS ? LANES : gates;
+  constexpr int forth = Before ? LATE : FORWARD, back = Before ? LATE : BACKWARD;
+  const int64_t ks = m.ks, vs = m.vs;
+  const float* wrote = Kind == DELTA ? m.w : m.v;
+  for (int64_t c = 0; c < spans.count; c++) {
+    const int64_t i = spans.at[c], n = spans.at[c + 1] - i, k = i * ks, v = i * vs;
+    const float* d = m.d + (gates ? k : 0);
+    Sweep s = {m.d_o + v, wrote + v, m.k + k, d, m.dq + k, m.ST, m.V, m.Kp, vs, ks, ks, ks};
+    if (Low) s.x2 = m.d_e + v, s.out2 = m.da + k;
+    if (Both) s.y2 = m.w + v, s.z2 = m.b + k;
+    sweep<lanes, forth, Low, Both>(s, n, m.ahead, i);
+    if (Divided && D) decay_transposed<D>(m, m.ST, i + n - 1);
+    if (m.dg) __builtin_memcpy(m.ends + c * m.Vp * ks, m.ST, m.Vp * ks * sizeof(float));
   }
-  for (int64_t i = (n - 1) / length * length; i >= 0; i -= length) {
-    const int64_t part = least(length, n - i), k = (i + part - 1) * ks, v = (i + part - 1) * vs;
-    const float* d = D ? m.d + k : nullptr;
-    const Sweep dk = {m.v + v, m.d_o + v, m.q + k, d, m.dk + k, m.XT, m.V, m.Kp, -vs, -ks, -ks, ks};
-    const Sweep dv = {m.k + k, m.q + k, m.d_o + v, d, m.dv + v, m.X, m.K, m.Vp, -ks, -vs, -ks, vs};
+  for (int64_t c = spans.count - 1; c >= 0; c--) {
+    const int64_t i = spans.at[c], last = spans.at[c + 1] - 1, n = last + 1 - i, k = last * ks, v = last * vs;
+    const float* d = m.d + (gates ? k : 0);
     if (m.dg) __builtin_memcpy(m.ST, m.XT, m.Vp * ks * sizeof(float));  // X behind these tokens
-    sweep<lanes, back>(dk, part);
-    sweep<D, back>(dv, part);
-    if (D && m.dg) gates_by_differences<D == WHOLE, Before>(m, i, part, m.ends + i / length * m.Vp * ks);
+    if (Divided && D) decay_transposed<D>(m, m.XT, last);
+    Sweep s = {wrote + v, m.d_o + v, m.q + k, d, m.dk + k, m.XT, m.V, m.Kp, -vs, -ks, -ks, ks};
+    if (Low) s.y2 = m.d_e + v, s.z2 = m.a + k;
+    if (Both) s.x2 = m.w + v, s.out2 = m.db + k;
+    sweep<lanes, back, Both, Low>(s, n);
+    if (!Low) {
+      if (Divided && D) decay_state<D>(m, m.X, last);
+      sweep<gates, back>({m.k + k, m.q + k, m.d_o + v, d, m.dv + v, m.X, m.K, m.Vp, -ks, -vs, -ks, vs}, n);
+    }
+    if (D && m.dg) gates_by_differences<D == WHOLE, Kind, Before>(m, i, n, m.ends + c * m.Vp * ks);
+    if (Divided && D) divide_out<D, Before>(m, i, n, m.dq, m.dk, m.da, m.db);
   }
 }
 
-Walk additive_walk(const Matrix& p) {
-  if (p.decay == NONE) return p.before ? additive_gradients<0, true> : additive_gradients<0, false>;
-  if (scalar_decay(p)) return p.before ? additive_gradients<1, true> : additive_gradients<1, false>;
-  return p.before ? additive_gradients<2, true> : additive_gradients<2, false>;
+// The gradients of a block whose spans can be divided: false, and nothing done, if they can't and must be walked.
+template <int D, int Kind, bool Before>
+bool divided_gradients(const Block& m, int64_t n, int64_t most) {
+  const Spans spans = even_spans<D>(m, n, most);
+  if (!spans.count) return false;
+  for (int64_t c = spans.count - 1; c >= 0; c--) {
+    const int64_t i = spans.at[c], end = spans.at[c + 1];
+    if (D) {
+      invert<D>(m, i, end - i);
+      divide_out<D, Before>(m, i, end - i, m.q, m.k, m.a, m.b);
+    }
+  }
+  if (Kind != ADDITIVE)
+    for (int64_t c = spans.count - 1; c >= 0; c--) {
+      if (D) decay_state<D>(m, m.X, spans.at[c + 1] - 1);
+      adjoint<UNGATED, Kind == LOW_RANK>(m, spans.at[c], spans.at[c + 1], Before);
+    }
+  swept_gradients<D, Kind, Before, true>(m, spans);
+  return true;
 }
 
-// Whether every decay of the block is mild. A strong one's gradient is as small as it, and is often multiplied by its
-// logarithm on the way to a parameter: rounding of differences would stand out.
+// The gradients of a block's rows; S^T, X^T and X (of an additive write) move on. Swept if `smooth`, else walked.
+// Returns whether it swept.
+template <int D, int Kind>
+bool block_gradients(const Block& m, int64_t n, bool before, bool smooth) {
+  const int64_t most = m.dg ? 2 * SHORT : BLOCK;
+  if (smooth && (before ? divided_gradients<D, Kind, true>(m, n, most) : divided_gradients<D, Kind, false>(m, n, most)))
+    return true;
+  if constexpr (D != UNGATED) {
+    if (smooth && Kind == ADDITIVE) {
+      Spans whole;
+      whole.add(n);
+      const auto sweeps =
+          before ? swept_gradients<D, ADDITIVE, true, false> : swept_gradients<D, ADDITIVE, false, false>;
+      sweeps(m, whole);
+      return true;
+    }
+    walked_gradients<D, Kind>(m, n, before);
+  }
+  return false;
+}
+
+using Gradients = bool (*)(const Block&, int64_t, bool, bool);
+
+template <int D>
+Gradients gradients_of(const Matrix& p) {
+  return p.write == ADDITIVE ? block_gradients<D, ADDITIVE>
+         : p.write == DELTA  ? block_gradients<D, DELTA>
+                             : block_gradients<D, LOW_RANK>;
+}
+
+Gradients gradients_of(const Matrix& p) {
+  return p.decay == NONE ? gradients_of<UNGATED>(p) : scalar_decay(p) ? gradients_of<WHOLE>(p) : gradients_of<ROWS>(p);
+}
+
+// Whether every decay of the block is mild, and writes too. A strong one's gradient is as small as it, and is often
+// multiplied by its logarithm on the way to a parameter: rounding of differences would stand out.
 bool mild(const Matrix& p, const Block& m, int64_t n) {
+  if (p.write != ADDITIVE && p.K < MANY) return false;
   const int64_t D = scalar_decay(p) ? 1 : p.K;
   bool every = true;
   for (int64_t i = 0; i < n; i++)
@@ -701,46 +1067,23 @@ bool mild(const Matrix& p, const Block& m, int64_t n) {
   return every;
 }
 
-using AdjointWalk = void (*)(const Block&, int64_t, int64_t);
 
-AdjointWalk adjoint_walk(const Matrix& p) {
-  const bool both = p.write == LOW_RANK;
-  if (p.decay == NONE) return both ? adjoint<0, true> : adjoint<0, false>;
-  if (scalar_decay(p)) return both ? adjoint<1, true> : adjoint<1, false>;
-  return both ? adjoint<2, true> : adjoint<2, false>;
+// [K, columns] -> [columns, K], the rest of [Vp, Kp] zero.
+void read_transposed(const Block& m, float* ST, const float* S, int64_t stride) {
+  transpose(ST, m.ks, S, stride, m.K, m.V);
+  for (int64_t c = 0; c < m.V; c++) zero(ST + c * m.ks + m.K, m.Kp - m.K);
+  zero(ST + m.V * m.ks, (m.Vp - m.V) * m.ks);
 }
 
-// [K, columns] -> [columns, K], the rest of [Vp, Kp] zero; a few cache lines at a time.
-void transpose(const Block& m, float* ST, const float* S, int64_t stride) {
-  zero(ST, m.Vp * m.ks);
-  for (int64_t r0 = 0; r0 < m.K; r0 += 16) {
-    const int64_t n = least(16, m.K - r0);
-    for (int64_t c = 0; c < m.V; c++)
-      for (int64_t r = 0; r < n; r++) ST[c * m.ks + r0 + r] = S[(r0 + r) * stride + c];
-  }
-}
-
-// The way back: [columns, K] -> [K, columns].
-void transpose_back(const Block& m, float* S, const float* ST) {
-  for (int64_t c0 = 0; c0 < m.V; c0 += 16) {
-    const int64_t n = least(16, m.V - c0);
-    for (int64_t r = 0; r < m.K; r++)
-      for (int64_t c = 0; c < n; c++) S[r * m.vs + c0 + c] = ST[(c0 + c) * m.ks + r];
-  }
-}
-
-void write_transposed(const Matrix& p, const Task& t, const Block& m, const float* ST, float* to) {
-  for (int64_t r = 0; r < m.K; r++)
-    for (int64_t c = 0; c < t.columns; c++) to[r * p.V + t.v0 + c] = ST[c * m.ks + r];
-}
-
-void backward_task(const Matrix& p, const Task& t, const Block& m, Walk walk, AdjointWalk adjoint_walk) {
-  const int64_t state_at = (t.n * p.H + t.h) * p.K * p.V, shift = p.before ? 1 : 0;
+void backward_task(const Matrix& p, const Task& t, const Block& m, float* summaries, int64_t segments,
+                   Gradients gradients) {
+  const int64_t state_at = (t.n * p.H + t.h) * p.K * p.V;
   const bool low = p.write != ADDITIVE, scalar = scalar_decay(p), fixed = p.decay == HEAD || p.decay == CHANNEL;
   const int64_t D = p.decay == NONE ? 0 : scalar ? 1 : p.K, HK = p.H * p.K;
   const float scale = static_cast<float>(p.scale);
-  transpose(m, m.XT, p.d_final + state_at + t.v0, p.V);
   read_state(p, t, m, m.X, p.d_final + state_at);
+  for (int64_t s = segments - 1; s > t.segment; s--) Summary(m, summaries, s).apply(m, m.X);
+  read_transposed(m, m.XT, m.X, m.vs);
   bool follows = true;  // X is as far as XT
   fixed_decays(p, t, m);
   float* du = p.du ? p.du + (t.part * p.N + t.n) * HK + t.h * p.K : nullptr;
@@ -753,38 +1096,36 @@ void backward_task(const Matrix& p, const Task& t, const Block& m, Walk walk, Ad
   zero(m.d_o - m.vs, m.vs);
   if (m.b) zero(m.b - m.ks, m.ks);
 
-  for (int64_t begin = (t.length - 1) / BLOCK * BLOCK; begin >= 0 && t.length; begin -= BLOCK) {
-    const int64_t n = least(BLOCK, t.length - begin), first = t.first + begin;
+  for (int64_t begin = (t.end - 1) / BLOCK * BLOCK; begin >= t.begin && t.length; begin -= BLOCK) {
+    const int64_t n = least(BLOCK, t.end - begin), first = t.first + begin;
     read_block(p, t, m, first, n);
-    transpose(m, m.ST, p.states + ((t.slot + begin / BLOCK) * p.H + t.h) * p.K * p.V + t.v0, p.V);
-    read_rows(m.d_o, m.vs, p.d_o, p.type, first, n, p.H, t.h, p.V, t.v0, t.columns, m.Vp);
+    look_ahead(p, t, m, first - BLOCK, begin > t.begin ? BLOCK : 0);
+    bonus_weights(p, t, m, n);
+    read_transposed(m, m.ST, p.states + ((t.slot + begin / BLOCK) * p.H + t.h) * p.K * p.V + t.v0, p.V);
+    read_values(p, t, m, m.d_o, p.d_o, first, n);
     zero(m.q + n * m.ks, m.ks);
     zero(m.d_o + n * m.vs, m.vs);
-    float* const key_sums[] = {m.dq, m.dk, m.dg, m.da, m.db};
-    for (float* sums : key_sums)
-      if (sums) zero(sums, n * m.ks);
     if (low) {
       read_rows(m.e, m.vs, p.writes, FLOAT32, first, n, p.H, t.h, p.V, t.v0, t.columns, m.Vp);
       for (int64_t i = 0; i < n; i++)
         for (int64_t j = 0; j < m.Vp; j++)
           m.w[i * m.vs + j] = m.e[i * m.vs + j] * (p.write == DELTA ? m.beta[i] : 1.f);
       for (int64_t i = 0; i < n; i++) {  // what the adjoint walk starts from: the bonus reads w
-        const float weight = p.u && p.write == DELTA ? bonus_weight(p, t, m, i) : 0;
+        const float weight = p.u && p.write == DELTA ? m.bonus[i] : 0;
         for (int64_t j = 0; j < m.Vp; j++) m.dw[i * m.vs + j] = weight * m.d_o[i * m.vs + j];
       }
       // XT takes its low-rank terms from X, so its errors don't contract as X's do: it follows X a block at a time
-      if (begin + n < t.length) transpose(m, m.XT, m.X, m.vs);
-      adjoint_walk(m, n, shift);
+      if (begin + n < t.length) read_transposed(m, m.XT, m.X, m.vs);
+    } else if (!follows) {
+      transpose(m.X, m.vs, m.XT, m.ks, m.V, m.K);
     }
-    const bool swept = !low && (!p.dg || (!fixed && mild(p, m, n)));
-    if (swept) {
-      if (!follows) transpose_back(m, m.X, m.XT);
-      additive_walk(p)(m, n);
-      if (p.dg && !begin && !p.state) zero(m.dg, m.ks);  // nothing lies before the first token
-    } else {
-      walk(m, n);
-    }
+    const bool swept = gradients(m, n, p.before, !p.dg || (!fixed && mild(p, m, n)));
+    if (swept && p.dg && !begin && !p.state) zero(m.dg, m.ks);  // nothing lies before the first token
     follows = swept;
+    if (p.u) {  // as they were
+      read_queries(p, t, m, first, n);
+      read_keys(p, t, m, first, n);
+    }
     // what remains costs K + V a token
     for (int64_t i = 0; i < n; i++) {
       const int64_t token = first + i;
@@ -808,9 +1149,11 @@ void backward_task(const Matrix& p, const Task& t, const Block& m, Walk walk, Ad
         double total = 0;
         if (!swept)
           for (int64_t j = 0; j < m.Kp; j++) dg[j] *= d[scalar ? 0 : j];
-        if (p.write == DELTA)
+        if (p.write == DELTA && !swept)
           for (int64_t j = 0; j < m.Kp; j++) dg[j] += a[j] * da[j];
-        if (scalar) {
+        if (scalar && swept) {
+          total = dg[0];
+        } else if (scalar) {
           double lanes[4] = {};
           for (int64_t j = 0; j < m.Kp; j += 4)
             for (int l = 0; l < 4; l++) lanes[l] += dg[j + l];
@@ -829,7 +1172,7 @@ void backward_task(const Matrix& p, const Task& t, const Block& m, Walk walk, Ad
         float c = 0;
         for (int64_t j = 0; j < t.columns; j++) c += wrote[j] * d_o[j];
         if (p.write != DELTA) {
-          const float weight = bonus_weight(p, t, m, i);
+          const float weight = m.bonus[i];
           for (int64_t j = 0; j < t.columns; j++) m.dv[i * m.vs + j] += weight * d_o[j];
         }
         for (int64_t j = 0; j < p.K; j++) {
@@ -852,41 +1195,20 @@ void backward_task(const Matrix& p, const Task& t, const Block& m, Walk walk, Ad
     for (int64_t j = 0; j < D; j++) fixed_dg[j] = static_cast<float>(fixed_sum[j]);
   if (du)
     for (int64_t j = 0; j < p.K; j++) du[j] = static_cast<float>(u_sum[j]);
+  if (t.begin) return;
   if (low)
     write_state(p, t, m, m.X, p.dstate + state_at);
   else
-    write_transposed(p, t, m, m.XT, p.dstate + state_at);
+    transpose(p.dstate + state_at + t.v0, p.V, m.XT, m.ks, m.V, m.K);
 }
 
 void backward(const Matrix& p) {
-  const Walk walk = gradient_walk(p);
-  const AdjointWalk back = adjoint_walk(p);
-  for_each_task(p, [&](const Task& t, const Block& m) { backward_task(p, t, m, walk, back); });
-}
-
-// ---- scan
-
-void scan(const Scan& p) {
-  constexpr int64_t COLUMNS = 64;
-  const int64_t parts = ceil_to(p.D, COLUMNS) / COLUMNS;
-#pragma omp parallel for schedule(static) num_threads(p.threads) if (p.threads > 1)
-  for (int64_t i = 0; i < p.B * parts; i++) {
-    const int64_t row = i / parts, at = i % parts * COLUMNS, n = least(COLUMNS, p.D - at);
-    alignas(64) float h[COLUMNS];
-    read_row(h, p.state, FLOAT32, row * p.D + at, n);
-    for (int64_t t = 0; t < p.T; t++) {
-      const int64_t from = (row * p.T + t) * p.D + at;
-      const float *x = p.x + from, *decay = p.decay + from;
-      float* to = p.h + from;
-      int64_t j = 0;
-      for (; j + L <= n; j += L) {
-        const Vec y = load(decay + j) * load(h + j) + load(x + j);
-        store(h + j, y);
-        store(to + j, y);
-      }
-      for (; j < n; j++) to[j] = h[j] = decay[j] * h[j] + x[j];
-    }
-  }
+  const Gradients gradients = gradients_of(p);
+  const int64_t segments = segments_of(p);
+  summarize_segments<true>(p, segments);
+  for_each_task(p, segments, [&](const Task& t, const Block& m, float* summaries) {
+    backward_task(p, t, m, summaries, segments, gradients);
+  });
 }
 
 int64_t part() { return 2 * L; }
@@ -894,6 +1216,6 @@ int64_t part() { return 2 * L; }
 }  // namespace
 
 extern const Kernels LINATTN_KERNELS;
-const Kernels LINATTN_KERNELS = {scratch, part, forward, backward, scan};
+const Kernels LINATTN_KERNELS = {scratch, part, forward, backward};
 
 }  // namespace linattn

@@ -26,23 +26,59 @@ inline float sum(Vec x) {
   return y[0];
 }
 
-// e^x to float32's accuracy: x = n ln 2 + r, |r| <= ln 2 / 2. Exactly 0 where e^x is below the smallest denormal, -inf
-// included; 2^n in two factors, so that results may be denormal.
-inline Vec exponential(Vec x) {
-  const Vec low = all(-104.f), high = all(88.7f), shift = all(12582912.f);  // 1.5 * 2^23: adding it rounds to integer
-  Vec y = x < low ? low : x;
-  y = y > high ? high : y;
-  Vec n = (y * 1.44269504f + shift) - shift;
-  Vec r = (y - n * 0.693359375f) - n * -2.12194440e-4f;
+// [rows, columns] -> [columns, rows], four by four.
+typedef float Four __attribute__((vector_size(16)));
+typedef float LooseFour __attribute__((vector_size(16), aligned(4), may_alias));
+#ifdef __clang__
+#define LINATTN_SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else
+typedef int32_t FourInts __attribute__((vector_size(16)));
+#define LINATTN_SHUFFLE(x, y, ...) __builtin_shuffle(x, y, FourInts{__VA_ARGS__})
+#endif
+inline void transpose(float* y, int64_t y_stride, const float* x, int64_t x_stride, int64_t rows, int64_t columns) {
+  const int64_t whole_rows = rows / 4 * 4, whole = columns / 4 * 4;
+  for (int64_t r = 0; r < whole_rows; r += 4)
+    for (int64_t c = 0; c < whole; c += 4) {
+      Four a[4], b[4];
+      for (int i = 0; i < 4; i++) a[i] = *reinterpret_cast<const LooseFour*>(x + (r + i) * x_stride + c);
+      for (int i = 0; i < 4; i += 2) {
+        b[i] = LINATTN_SHUFFLE(a[i], a[i + 1], 0, 4, 1, 5);
+        b[i + 1] = LINATTN_SHUFFLE(a[i], a[i + 1], 2, 6, 3, 7);
+      }
+      for (int i = 0; i < 2; i++) {
+        float* to = y + (c + 2 * i) * y_stride + r;
+        *reinterpret_cast<LooseFour*>(to) = LINATTN_SHUFFLE(b[i], b[i + 2], 0, 1, 4, 5);
+        *reinterpret_cast<LooseFour*>(to + y_stride) = LINATTN_SHUFFLE(b[i], b[i + 2], 2, 3, 6, 7);
+      }
+    }
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t c = r < whole_rows ? whole : 0; c < columns; c++) y[c * y_stride + r] = x[r * x_stride + c];
+}
+
+// e^x = 2^n p to float32's accuracy: x = n ln 2 + r, |r| <= ln 2 / 2; returns p.
+inline Vec exponential(Vec x, Ints& n) {
+  const Vec shift = all(12582912.f);  // 1.5 * 2^23: adding it rounds to integer
+  const Vec e = (x * 1.44269504f + shift) - shift;
+  const Vec r = (x - e * 0.693359375f) - e * -2.12194440e-4f;
+  n = __builtin_convertvector(e, Ints);
   Vec p = all(1.98412698e-4f);
   p = p * r + 1.38888889e-3f;
   p = p * r + 8.33333333e-3f;
   p = p * r + 4.16666667e-2f;
   p = p * r + 1.66666667e-1f;
   p = p * r + 0.5f;
-  p = p * (r * r) + r + 1.f;
-  Ints e = __builtin_convertvector(n, Ints), half = e >> 1;
-  Vec first = bits<Vec>((half + 127) << 23), second = bits<Vec>((e - half + 127) << 23);
+  return p * (r * r) + r + 1.f;
+}
+
+// Exactly 0 where e^x is below the smallest denormal, -inf included; 2^n in two factors, so that results may be denormal.
+inline Vec exponential(Vec x) {
+  const Vec low = all(-104.f), high = all(88.7f);
+  Vec y = x < low ? low : x;
+  y = y > high ? high : y;
+  Ints n;
+  const Vec p = exponential(y, n);
+  const Ints half = n >> 1;
+  Vec first = bits<Vec>((half + 127) << 23), second = bits<Vec>((n - half + 127) << 23);
   Vec result = p * first * second;
   return x < low ? Vec{} : result;
 }
