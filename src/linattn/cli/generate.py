@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import tyro
@@ -49,6 +49,10 @@ class Generate(Command):
     """Equal seeds give equal text."""
     device: str = "cpu"
     """Where to run: cpu, cuda, mps."""
+    decode: Literal["auto", "eager", "compiled"] = "auto"
+    """What makes a token of the one before: the step compiled for the CPU, or the model's forward."""
+    weights: Literal["float32", "bfloat16", "int8"] = "float32"
+    """What a compiled step reads the model's matrices as; fewer bytes are faster, and less exact."""
 
     def run(self, output: Output) -> int:
         prompt = self._prompt() or "\n"
@@ -58,6 +62,7 @@ class Generate(Command):
             load(self.checkpoint, device=device), tokenizer, prompt, output,
             max_tokens=None if self.max_tokens == -1 else self.max_tokens,
             temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, seed=self.seed,
+            decode=self.decode, weights=self.weights,
         )  # fmt: skip
 
     def _prompt(self) -> str:
@@ -87,10 +92,15 @@ def continue_text(
     top_p: float,
     top_k: int,
     seed: int | None,
+    decode: str = "auto",
+    weights: str = "float32",
 ) -> int:
     """Stream text to stdout and its speed to stderr; the exit code."""
     ids = torch.tensor(tokenizer.encode(prompt), dtype=torch.int64)
-    tokens = stream(model, ids, max_new_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    tokens = stream(
+        model, ids, max_new_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
+        decode=decode, weights=weights,
+    )  # fmt: skip
     meter, code = _Meter(tokens), 0
     try:
         for piece in text_pieces(meter, tokenizer):
@@ -112,10 +122,12 @@ def continue_text(
             "tokens_per_second": meter.rate,
             "state_bytes": kept,
             "state_grows": grows,
+            "decode": tokens.decode,
         }
     )
     growth = "which grows with every token (softmax attention)" if grows else "the same after any number of tokens"
     output.aside(f"{meter.count:,} tokens at {meter.rate:,.0f} tokens/s after the first; state {size(kept)}, {growth}")
+    output.aside(f"decode: {tokens.decode}")
     return code
 
 
