@@ -17,6 +17,7 @@ import torch
 
 from linattn import registry
 from linattn.cli import main
+from linattn.models import presets
 from linattn.training import read_metrics
 
 SMALL = ["--d-model", "32", "--num-layers", "1", "--batch-size", "2", "--sequence-length", "16", "--device", "cpu"]
@@ -70,6 +71,17 @@ def test_train_speaks_to_people(capsys: pytest.CaptureFixture[str], text: Path) 
     out = capsys.readouterr().out
     for word in ("parameters", "loss", "bits per byte", "tokens/s", "left", "runs/gla-softmax-2/step-00000001"):
         assert word in out
+
+
+def test_train_takes_a_published_size(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: Path
+) -> None:
+    sizes = {**presets.PRESETS["gla-340m"], "d_model": 32, "num_layers": 1, "mlp_hidden": 48}
+    monkeypatch.setitem(presets.PRESETS, "gla-340m", sizes)
+    assert main(["train", "--preset", "gla-340m", "--steps", "1", "--data", str(text), "--json", *SMALL[4:]]) == 0
+    model = json_lines(capsys)[0]["model"]
+    assert (model["mlp_hidden"], model["tie_embeddings"], model["vocab_size"]) == (48, False, 256)
+    assert Path("runs/gla-340m/step-00000001").is_dir()
 
 
 def test_resumed_equals_uninterrupted(tmp_path: Path, text: Path) -> None:
@@ -222,6 +234,8 @@ TRAIN = ["train", "--steps", "1", *SMALL]
         ([*TRAIN, "--mechanism", "gated_delta_rul"], ["gated_delta_rul", "did you mean 'gated_delta_rule'"]),
         ([*TRAIN, "--pattern", "glaa"], ["glaa", "did you mean 'gla'"]),
         ([*TRAIN, "--mechanism", "gla", "--pattern", "gla"], ["mechanism, pattern", "both"]),
+        ([*TRAIN, "--preset", "gla-340m"], ["preset: gla-340m", "--d-model, --num-layers"]),
+        (["train", "--steps", "1", "--preset", "gla-34m"], ["gla-34m", "did you mean 'gla-340m'"]),
         ([*TRAIN, "--data", "empty.txt"], ["empty.txt", "empty"]),
         ([*TRAIN, "--data", "latin.txt"], ["latin.txt", "utf-8"]),
         ([*TRAIN, "--data", "short.txt"], ["short.txt", "17"]),

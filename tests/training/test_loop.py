@@ -219,6 +219,16 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path: Path, corp
     assert parts.gradient_norm == pytest.approx(whole.gradient_norm, rel=1e-4)
 
 
+def test_blocks_are_compiled_when_asked(tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda call, **options: compiled.append(call) or call)
+    for compile in (False, True):
+        trainer = Trainer(model(), corpus, replace(CONFIG, steps=1, compile=compile), tmp_path / str(compile))
+        list(trainer.run())
+        assert len(compiled) == compile
+    assert checkpoints.load(tmp_path / "True").state_dict().keys() == model().state_dict().keys()
+
+
 def test_weight_decay_spares_vectors_and_the_flagged(tmp_path: Path, corpus: Corpus) -> None:
     trained = model()
     flagged = next(parameter for parameter in trained.parameters() if parameter.dim() == 2)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -13,9 +14,10 @@ from linattn.checkpoints import HuggingFaceTokenizer
 from linattn.cli.command import INTERRUPTED, Command, new_folder
 from linattn.cli.output import Output
 from linattn.cli.progress import watch
-from linattn.models import LanguageModel, ModelConfig, count_parameters, parse_pattern
+from linattn.models import LanguageModel, ModelConfig, count_parameters, parse_pattern, preset
 from linattn.training import Corpus, Interrupted, TrainConfig, Trainer, load_corpus, plot_loss
 
+SIZES = ("mechanism", "pattern", "d_model", "num_layers", "num_heads")  # options that a preset answers
 KEPT = {"json", "threads", "resume", "device"}  # options that a resumed training may be given anew
 
 
@@ -36,6 +38,8 @@ class Train(TrainConfig, Command):
     """Number of layers."""
     num_heads: int | None = None
     """Heads of every mixer; by default each mechanism's own choice."""
+    preset: str | None = None
+    """A published size, such as gla-340m or mamba2-370m, instead of the options above; the vocabulary is the text's."""
     data: str | None = None
     """A file, a folder or a glob pattern of UTF-8 text; by default the source of Python's standard library."""
     tokenizer: str | None = None
@@ -54,24 +58,36 @@ class Train(TrainConfig, Command):
         return train(trainer, output)
 
     def _begin(self) -> Trainer:
-        if self.mechanism is not None and self.pattern is not None:
-            raise ValueError("mechanism, pattern: got both, wanted one of them")
-        pattern = registry.get(self.mechanism).name if self.mechanism else self.pattern or "gated_delta_rule"
         config = TrainConfig(**{field.name: getattr(self, field.name) for field in fields(TrainConfig)})
-        mechanisms = parse_pattern(pattern, self.num_layers)
-        heads = {} if self.num_heads is None else {name: {"num_heads": self.num_heads} for name in mechanisms}
-        default = Path("runs") / re.sub(r"[^a-z0-9_]+", "-", pattern.lower()).strip("-")
-        model = ModelConfig(d_model=self.d_model, num_layers=self.num_layers, pattern=pattern, mixers=heads)
-        run = new_folder(self.out, default)
+        model = self._model()
+        name = self.preset or model.pattern
+        run = new_folder(self.out, Path("runs") / re.sub(r"[^a-z0-9_]+", "-", name.lower()).strip("-"))
         tokenizer = HuggingFaceTokenizer(self.tokenizer) if self.tokenizer else None
         return begin(load_corpus(self.data, tokenizer=tokenizer), model, config, run)
 
+    def _model(self) -> ModelConfig:
+        if self.preset is not None:
+            given = self._given(SIZES)
+            if given:
+                raise ValueError(f"preset: {self.preset} has its own sizes, got {given} beside it")
+            return preset(self.preset)
+        if self.mechanism is not None and self.pattern is not None:
+            raise ValueError("mechanism, pattern: got both, wanted one of them")
+        pattern = registry.get(self.mechanism).name if self.mechanism else self.pattern or "gated_delta_rule"
+        mechanisms = parse_pattern(pattern, self.num_layers)
+        heads = {} if self.num_heads is None else {name: {"num_heads": self.num_heads} for name in mechanisms}
+        return ModelConfig(d_model=self.d_model, num_layers=self.num_layers, pattern=pattern, mixers=heads)
+
+    def _given(self, names: Collection[str]) -> str:
+        """Those of the options that do not have their default value."""
+        default = {field.name: field.default for field in fields(self) if field.name in names}
+        given = [name for name, value in default.items() if getattr(self, name) != value]
+        return ", ".join(f"--{name.replace('_', '-')}" for name in given)
+
     def _resume(self, run: Path) -> Trainer:
-        default = {field.name: field.default for field in fields(self) if field.default is not MISSING}
-        given = [name for name, value in default.items() if name not in KEPT and getattr(self, name) != value]
+        given = self._given({field.name for field in fields(self)} - KEPT)
         if given:
-            options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise ValueError(f"resume: the run {run} has its own settings, got {options} beside it")
+            raise ValueError(f"resume: the run {run} has its own settings, got {given} beside it")
         return Trainer.resume(run, device=None if self.device == "auto" else self.device)
 
 

@@ -34,6 +34,7 @@ class TrainConfig:
         betas: Memory of AdamW's mean gradient and mean square.
         gradient_clip: The gradient's highest norm; 0 leaves it alone.
         precision: Compute in this dtype (bfloat16 by autocast); weights and optimizer stay in float32.
+        compile: Run the model's blocks through torch.compile: a wait at the start, faster steps on a GPU.
         seed: Of the batches drawn.
         evaluate_every: Steps between evaluations on the validation text; 0: only at the end. There always is one at
             the end.
@@ -59,6 +60,7 @@ class TrainConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     gradient_clip: float = 1.0
     precision: Literal["float32", "bfloat16"] = "float32"
+    compile: bool = False
     seed: int = 0
     evaluate_every: int = 250
     evaluation_tokens: int = 65536

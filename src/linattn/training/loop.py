@@ -89,11 +89,15 @@ class Trainer:
             raise ValueError(f"model: got a vocabulary of {model.config.vocab_size}, wanted {wanted}")
         self.device = config.torch_device()
         self.model, self.corpus, self.config, self.folder = model.to(self.device), corpus, config, run
+        if config.compile:
+            for block in self.model.blocks:
+                block.compile()
         self.step = 0
         self.evaluated: Evaluated | None = None
         self._before = 0.0  # seconds trained before the clock was started
         self._started: float | None = None
         self._saved: int | None = None
+        self._begun = 0  # the step that the clock was started at
         self._seconds_a_step = 0.0
         self._bits_per_nat = len(corpus.training.tokens) / (max(corpus.training.bytes, 1) * math.log(2))
         self._fingerprint = corpus.fingerprint()
@@ -155,7 +159,7 @@ class Trainer:
     def _events(self, interrupted: threading.Event) -> Iterator[Event]:
         config = self.config
         self.model.train()
-        self._started = perf_counter()
+        self._started, self._begun = perf_counter(), self.step
         while self.progress < 1:
             if interrupted.is_set():
                 yield Interrupted(self.step, self.save(), self.folder)
@@ -192,7 +196,8 @@ class Trainer:
         if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
             raise self._diverged(f"the loss is {loss_value} and the norm of its gradient {norm_value}")
         seconds = perf_counter() - begin
-        self._seconds_a_step += (seconds - self._seconds_a_step) * (0.1 if self._seconds_a_step else 1.0)
+        # The first step makes kernels ready, too, which no later one does.
+        self._seconds_a_step += (seconds - self._seconds_a_step) * (0.1 if self.step - self._begun > 2 else 1.0)
         left = self._seconds_a_step * (total - self.step) if total is not None else 60 * self._minutes - self.elapsed
         return Step(
             step=self.step,
