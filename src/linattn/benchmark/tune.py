@@ -1,159 +1,217 @@
 """`make tune`: time every sweep of the Triton backend in every candidate setting, and print the table of the fastest.
 
-A candidate counts only if its result, on a smaller case, is as near to float64 as its dtype allows. The table is for
-pasting into ``linattn/backends/triton/table.py``. ``--warm i/n`` only compiles every n-th candidate, to be run n times
-side by side before.
+The output is for pasting into ``linattn/backends/triton/table.py``. A candidate counts only if all its results, on a
+smaller case, are as near to float64 as its dtype allows. The best one of a row of the table is the one that comes out
+first on average over its sweeps and over a large and a small batch, each relative to the fastest there.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from linattn.backends._protocol import MatrixInputs
-from linattn.backends.triton import table
+from linattn.backends.triton import LARGEST, table
 from linattn.backends.triton.table import Settings
-from linattn.recurrence import Read, Write
+from linattn.benchmark.launches import Launch, draw, recorded
+from linattn.recurrence import Decay
 
-ROLES = ("o", "dv", "dq", "dk")
-TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
-CANDIDATES = [
-    Settings(block, chunk, warps, stages)
-    for block, chunk, warps, stages in itertools.product((64, 128), (64, 128), (4, 8), (1, 2, 3))
-    if not (block == 128 and warps == 4) and not (chunk == 128 and warps == 4)
-]
-GATES = {"none": "", "scalar": "B T H", "vector": "B T H K"}
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-4}
+CHUNKS = {torch.bfloat16: (64, 128), torch.float16: (32, 64), torch.float32: (32, 64)}
+# Decay and strength of the gates. Those of channels are divided out of all sweeps before, unless they are steep.
+GATES = {
+    "none": (Decay.NONE, 0.0),
+    "scalar": (Decay.TOKEN_HEAD, 1 / 16),
+    "vector": (Decay.TOKEN_CHANNEL, 1 / 16),
+    "steep": (Decay.TOKEN_CHANNEL, 16.0),
+}
+BATCHES = ((8, 4096), (4, 1024))  # the latter with no more programs than processors
+CHECKED = (1, 1600)  # so long that rows are cut
 
-
-def draw(gate: str, dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int) -> tuple[MatrixInputs, Tensor, Tensor]:
-    """Random inputs, and gradients of the output and the final state."""
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, device="cuda", dtype=dtype)
-
-    sizes = {"B": B, "T": T, "H": H, "K": K}
-    g = None
-    if gate:
-        shape = [sizes[axis] for axis in gate.split()]
-        g = torch.nn.functional.logsigmoid(torch.randn(shape, device="cuda")) / 16
-        g = g.to(dtype) if len(shape) == 4 else g
-    q, k, v, do = normal(B, T, H, K), normal(B, T, H, K), normal(B, T, H, V), normal(B, T, H, V)
-    state, dS = (torch.randn(B, H, K, V, device="cuda") for _ in range(2))
-    x = MatrixInputs(q, k, v, g, None, None, None, None, state, None, K**-0.5, Write.ADDITIVE, Read.AFTER)
-    return x, do, dS
+Row = tuple[torch.dtype, str, int]
+"""Of the table: dtype, kind, size up to."""
+Times = dict[Settings, list[tuple[bool, float]]]
+"""Of each candidate, in the same order: whether there were no more programs than processors, milliseconds."""
 
 
-def sweeps(x: MatrixInputs, do: Tensor, dS: Tensor) -> dict[str, Callable[[], Tensor]]:
-    """Each sweep of a call by itself, as the backward runs it."""
-    from linattn.backends.triton.launch import Call
+class Point(NamedTuple):
+    """What is compiled and timed at once: all sweeps of a training step, in one setting."""
 
-    c = Call(x, x.scale)
-    c.rows = c.rows._replace(length=c.rows.T, segments=1)
-    o, dv, final = torch.empty_like(c.v), torch.empty_like(c.v), c.states()
-    dq, dk = torch.empty_like(c.q), torch.empty_like(c.k)
+    dtype: torch.dtype
+    gates: str
+    size: int
+    settings: Settings
 
-    def run(role: str) -> Callable[[], Tensor]:
-        def call() -> Tensor:
-            if role == "o":
-                c.sweep(c.q, c.k, c.v, c.state, outer=False, reverse=False, out=o, final=final)
-                return o
-            if role == "dv":
-                c.sweep(c.k, c.q, do, dS, outer=False, reverse=True, out=dv, final=final)
-                return dv
-            moved, rest, dg = c.gate_scratch() if x.g is not None else (None, None, None)
-            if role == "dq":
-                c.sweep(
-                    do, c.v, c.k, c.state, outer=True, reverse=False, mate=c.q, dS=dS, out=dq, moved=moved, rest=rest
-                )
-                return dq
-            c.sweep(c.v, do, c.q, dS, outer=True, reverse=True, mate=c.k, out=dk, moved=moved, rest=rest, dg=dg)
-            return dk
 
-        return call
+def candidates(dtype: torch.dtype, gates: str, size: int) -> Iterator[Settings]:
+    """Settings that may suit."""
+    from linattn.backends.triton import launch
 
-    return {role: run(role) for role in ROLES}
+    divides = GATES[gates][0] is Decay.TOKEN_CHANNEL
+    for block, chunk, warps, stages in itertools.product((64, 128), CHUNKS[dtype], (4, 8), (1, 2, 3)):
+        small = block == 64 and chunk <= 64
+        if block <= size and (warps == 8 or small) and (chunk == launch.CHUNK or not divides):
+            yield Settings(block, chunk, warps, stages, deep=stages)
+
+
+def points(dtypes: list[torch.dtype], sizes: list[int]) -> Iterator[Point]:
+    """Every candidate of every row."""
+    for dtype, gates, size in itertools.product(dtypes, GATES, sizes):
+        if size <= LARGEST[dtype]:
+            yield from (Point(dtype, gates, size, settings) for settings in candidates(dtype, gates, size))
+
+
+def inputs(point: Point, B: int, T: int) -> tuple[MatrixInputs, Tensor, Tensor]:
+    """Random ones, of 2048 channels."""
+    decay, strength = GATES[point.gates]
+    sizes = {"B": B, "T": T, "H": 2048 // point.size, "K": point.size, "V": point.size}
+    return draw(decay, point.dtype, sizes, device="cuda", strength=strength)
+
+
+def step(x: MatrixInputs, do: Tensor, dS: Tensor) -> dict[str, Tensor]:
+    """Output and gradients by the Triton backend, with the gates' where there are any."""
+    from linattn.backends.triton import launch
+
+    o, _ = launch.forward(x)
+    grads = launch.backward(x, do, dS, x.g is not None)
+    return {"o": o} | {name: grad for name, grad in zip("qkvg", grads, strict=False) if grad is not None}
 
 
 def truth(x: MatrixInputs, do: Tensor, dS: Tensor) -> dict[str, Tensor]:
-    """Output and gradients in float64."""
+    """The same in float64."""
     from linattn.backends.chunked import Chunked
 
-    tensors = {name: None if t is None else t.double() for name, t in zip("qkvg", x[:4], strict=True)}
-    for name in "qkv":
-        tensors[name].requires_grad_()  # type: ignore[union-attr]
-    y = x._replace(**tensors, state=None if x.state is None else x.state.double())  # type: ignore[arg-type]
-    o, S = Chunked().matrix(y, None)
-    dq, dk, dv = torch.autograd.grad((o, S), (y.q, y.k, y.v), (do.double(), dS.double()))
-    return {"o": o.detach(), "dv": dv, "dq": dq, "dk": dk}
+    given = {name: t.double().requires_grad_() for name, t in zip("qkvg", x[:4], strict=True) if t is not None}
+    assert x.state is not None
+    o, S = Chunked().matrix(x._replace(**given, state=x.state.double()), None)  # type: ignore[arg-type]
+    grads = torch.autograd.grad((o, S), list(given.values()), (do.double(), dS.double()))
+    return {"o": o.detach(), **dict(zip(given, grads, strict=True))}
 
 
-def error(value: Tensor, right: Tensor) -> float:
-    """Euclidean norm of the difference over that of the truth."""
-    return float((value.double() - right).norm() / right.norm())
+def error(found: dict[str, Tensor], right: dict[str, Tensor], gates: str) -> float:
+    """The worst Euclidean norm of a difference over that of the truth; NaN counts as infinite."""
+    # What steep gates leave is so little that rounding hides their gradient.
+    names = [name for name in right if not (name == "g" and gates == "steep")]
+    off = [float((found[name].double() - right[name]).norm() / right[name].norm()) for name in names]
+    return max(value if value == value else float("inf") for value in off)
 
 
-def points(dtypes: list[torch.dtype]) -> Iterator[tuple[torch.dtype, str, int, str, Settings]]:
-    """(dtype, gate, size, role, candidate) of everything that is timed."""
-    for dtype, (gate, size) in itertools.product(dtypes, itertools.product(GATES, (64, 128, 256))):
-        for role, candidate in itertools.product(ROLES, CANDIDATES):
-            if candidate.block <= size:
-                yield dtype, gate, size, role, candidate
+def sweeps(point: Point, B: int, T: int) -> list[Launch]:
+    """A training step's launches that the table has a row for."""
+    x, do, dS = inputs(point, B, T)
+    with recorded(run=True) as found:
+        step(x, do, dS)
+    return [each for each in found if each.kernel.__name__ == "sweep"]
 
 
-def _set(dtype: torch.dtype, gate: str, size: int, role: str, candidate: Settings) -> None:
-    table.TABLE[dtype][table.kind(len(GATES[gate].split()), role in ("dq", "dk")), size] = candidate
+def row(each: Launch, dtype: torch.dtype) -> Row:
+    """The row of the table that a sweep's settings come from."""
+    named = each.named
+    size = named["DX"]
+    return dtype, table.kind(named["DECAY"], named["OUTER"]), 64 if size <= 64 else 128 if size <= 128 else 256
+
+
+def apply(settings: Settings) -> None:
+    """To the whole table."""
+    for rows in table.TABLE.values():
+        rows.update(dict.fromkeys(rows, settings))
+
+
+def compile_all(options: argparse.Namespace) -> None:
+    """Every candidate, by as many processes as there are workers."""
+    command = [sys.executable, "-W", "ignore", "-m", "linattn.benchmark.tune", "--dtypes", *options.dtypes]
+    command += ["--sizes", *map(str, options.sizes), "--part"]
+    processes = [
+        subprocess.Popen([*command, f"{i}/{options.workers}"], stderr=subprocess.DEVNULL)
+        for i in range(options.workers)
+    ]
+    for process in processes:
+        process.wait()
+
+
+def fastest(timed: Times) -> Settings:
+    """The least sum of times, each over the least of its column; ``deep`` is chosen by itself where it counts."""
+    least = [min(ms for _, ms in column) for column in zip(*timed.values(), strict=True)]
+
+    def cost(settings: Settings, few: bool) -> float:
+        columns = zip(timed[settings], least, strict=True)
+        return sum(ms / low for (deep, ms), low in columns if deep == few)
+
+    def best(few: bool, like: Settings) -> Settings:
+        return min((s for s in timed if s[:3] == like[:3]), key=lambda s: cost(s, few))
+
+    pairs = [(best(False, s), best(True, s)) for s in timed]
+    whole, part = min(pairs, key=lambda pair: cost(pair[0], False) + cost(pair[1], True))
+    return whole._replace(deep=part.deep)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Time, compare, print."""
+    """Compile, compare, time, print."""
+    parser = argparse.ArgumentParser(prog="python -m linattn.benchmark.tune", description=__doc__)
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16", "float32"], help="default: all three")
+    parser.add_argument("--sizes", nargs="+", type=int, default=[64, 128, 256], help="head sizes (default 64 128 256)")
+    parser.add_argument("--rep", type=float, default=10, help="milliseconds a timing (default 10)")
+    parser.add_argument("--workers", type=int, default=14, help="processes that compile (default 14)")
+    parser.add_argument("--part", help="i/n: only compile every n-th candidate from the i-th; what the workers do")
+    options = parser.parse_args(argv)
+    torch.manual_seed(0)
+    every = list(points([getattr(torch, name) for name in options.dtypes], options.sizes))
+    if options.part:
+        i, n = map(int, options.part.split("/"))
+        for point in every[i::n]:
+            apply(point.settings)
+            try:
+                step(*inputs(point, *CHECKED))
+            except Exception as failure:  # too little shared memory, say; told when it is this candidate's turn
+                del failure
+        return 0
+    compile_all(options)
     from triton.testing import do_bench
 
-    parser = argparse.ArgumentParser(prog="python -m linattn.benchmark.tune", description=__doc__)
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], help="dtypes (default bfloat16)")
-    parser.add_argument("--warm", help="i/n: compile every n-th candidate from the i-th, time nothing")
-    parser.add_argument("--sizes", nargs="+", type=int, default=[64, 128, 256], help="head sizes")
-    parser.add_argument("--rep", type=int, default=15, help="milliseconds a timing (default 15)")
-    options = parser.parse_args(argv)
-    every = [p for p in points([getattr(torch, name) for name in options.dtypes]) if p[2] in options.sizes]
-    torch.manual_seed(0)
-    if options.warm:
-        i, n = map(int, options.warm.split("/"))
-        every = every[i::n]
-    best: dict[tuple[torch.dtype, str, int, str], list[tuple[float, Settings]]] = {}
-    small = big = right = last = None
-    for point in every:
-        dtype, gate, size, role, candidate = point
-        if (dtype, gate, size) != last:
-            last = (dtype, gate, size)
-            heads = 2048 // size
-            small = draw(GATES[gate], dtype, 1, 200, heads, size, size)
-            right = None if options.warm else truth(*small)
-            big = None if options.warm else sweeps(*draw(GATES[gate], dtype, 8, 4096, heads, size, size))
-        assert small is not None
-        _set(*point)
-        try:
-            value = sweeps(*small)[role]()
-            torch.cuda.synchronize()
-            if options.warm:
+    from linattn.backends.triton import launch
+
+    timed: dict[Row, Times] = defaultdict(dict)
+    for case, group in itertools.groupby(every, lambda point: point[:3]):
+        right, small = None, None
+        for point in group:
+            apply(point.settings)
+            if small is None or right is None:
+                small = inputs(point, *CHECKED)
+                right, device = truth(*small), small[1].device
+            try:
+                off = error(step(*small), right, point.gates)
+                if off > TOLERANCE[point.dtype]:
+                    print(*case, tuple(point.settings), f"WRONG: error {off:.1e}", flush=True)
+                    continue
+                times: dict[Row, list[tuple[bool, float]]] = defaultdict(list)
+                for B, T in BATCHES:
+                    for each in sweeps(point, B, T):
+                        ms = do_bench(partial(launch._launch, *each), warmup=options.rep / 4, rep=options.rep)
+                        few = each.programs <= launch._processors(device)
+                        times[row(each, point.dtype)].append((few, ms))
+            except Exception as failure:
+                print(*case, tuple(point.settings), f"failed: {str(failure)[:80]}", flush=True)
                 continue
-            assert right is not None and big is not None
-            off = error(value, right[role])
-            ms = do_bench(big[role], warmup=5, rep=options.rep, return_mode="median")
-            wrong = "" if off < TOLERANCE[dtype] else "  WRONG"
-            if not wrong:
-                best.setdefault((dtype, gate, size, role), []).append((ms, candidate))
-            print(f"{dtype} {gate} {size} {role} {tuple(candidate)} {ms:.3f} ms, error {off:.1e}{wrong}", flush=True)
-        except Exception as failure:  # out of shared memory or registers: not a candidate
-            if not options.warm:
-                print(f"{dtype} {gate} {size} {role} {tuple(candidate)} failed: {str(failure)[:80]}", flush=True)
-    for key, timed in best.items():
-        timed.sort()
-        print(*key, " ".join(f"{ms:.3f}{tuple(s)}" for ms, s in timed[:4]))
+            for key, found in times.items():
+                if ("divided" in key[1]) == (point.gates == "vector"):  # the other kind ends at once
+                    timed[key].setdefault(point.settings, []).extend(found)
+                shown = " ".join(f"{ms:.3f}" for _, ms in found)
+                print(*case, tuple(point.settings), key[1], f"{shown} ms, error {off:.1e}", flush=True)
+    print("\n# (kind of decay, size of x up to): Settings(channels, tokens, warps, stages, deep)")
+    for dtype, rows in itertools.groupby(timed, lambda key: key[0]):
+        print(f"{dtype}: {{")
+        for key in rows:
+            print(f'    ("{key[1]}", {key[2]}): Settings{tuple(fastest(timed[key]))},')
+        print("},")
     return 0
 
 

@@ -16,18 +16,14 @@ from torch.autograd.function import once_differentiable
 
 from linattn import _checks
 from linattn.backends import _boundary
-from linattn.backends._boundary import KERNELS, Grads, Kernel, Saved
-from linattn.backends._protocol import Backend, MatrixInputs, Request
+from linattn.backends._boundary import KERNELS, SUMS, Grads, Kernel, Saved, SumKernel
+from linattn.backends._protocol import Backend, MatrixInputs, Request, SumInputs
 from linattn.backends.triton.table import MEASURED
-from linattn.recurrence import Engine, Mode, Normalizer, Write
+from linattn.recurrence import Decay, Engine, Mode, Normalizer, Read, Write
 
 LARGEST = {torch.bfloat16: 256, torch.float16: 128, torch.float32: 128}
 _INSTALLED = importlib.util.find_spec("triton") is not None  # here, as torch.compile traces no cached function
-
-
-def interpreted() -> bool:
-    """Whether Triton is told to run kernels in Python on the CPU (TRITON_INTERPRET=1), for tests."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run in Python on the CPU, for tests
 
 
 _capabilities: dict[torch.device, tuple[int, int]] = {}
@@ -45,7 +41,7 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 def _run(x: MatrixInputs) -> tuple[Tensor, Tensor]:
     from linattn.backends.triton import launch
 
-    return launch.token(x) if x.v.shape[1] == 1 and x.cu_seqlens is None else launch.forward(x)
+    return launch.tokens(x) if launch.walks(x) else launch.forward(x)
 
 
 class _Eager(torch.autograd.Function):
@@ -91,17 +87,32 @@ class _Sweeps(Kernel):
 
         return launch.backward(x, do, dS, need_g)
 
-    def scan(self, x: Tensor, decay: Tensor, state: Tensor) -> Tensor:
-        raise NotImplementedError("the Triton backend refuses elementwise recurrences")
+
+class _Sums(SumKernel):
+    def forward(self, x: SumInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        from linattn.backends.triton import launch
+
+        return launch.token_sums(x) if launch.walks(x) else launch.forward_sums(x)
+
+    def backward(
+        self, x: SumInputs, do: Tensor, ds: Tensor, dS: Tensor | None, dz: Tensor | None, need_g: bool
+    ) -> tuple[Tensor | None, ...]:
+        from linattn.backends.triton import launch
+
+        return launch.backward_sums(x, do, ds, dS, dz, need_g)
 
 
-def _transformed(x: MatrixInputs) -> bool:
+def _transformed(x: MatrixInputs | SumInputs) -> bool:
     """Whether torch must see an op: tensor subclasses (fake ones, for example), torch.func, dispatch modes."""
     return (
         type(x.v) is not Tensor
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
     )
+
+
+def _sums_of(decay: Decay, read: Read) -> bool:
+    return decay in (Decay.NONE, Decay.HEAD, Decay.TOKEN_HEAD) and read is Read.AFTER
 
 
 class Triton(Backend):
@@ -113,16 +124,14 @@ class Triton(Backend):
     def unavailable(self, device: torch.device) -> str | None:
         if not _INSTALLED:
             return "the package triton is not installed"
-        if interpreted():
+        capability = _capability(device) if device.type == "cuda" else None
+        if capability in MEASURED or _INTERPRETED:
             return None
         if device.type != "cuda":
             return f"it runs on CUDA devices, not {device.type!r}"
-        capability = _capability(device)
         if capability is None:
             return "there is no CUDA device here"
-        if capability not in MEASURED:
-            return f"it has been checked on compute capability 9.0, not {capability[0]}.{capability[1]}"
-        return None
+        return f"it has been checked on compute capability 9.0, not {capability[0]}.{capability[1]}"
 
     def unsuited(self, request: Request) -> str | None:
         recurrence = request.recurrence
@@ -134,6 +143,8 @@ class Triton(Backend):
             return "it has no kernel for float64"
         if request.mode not in (None, Mode.CHUNKWISE):
             return f"it runs mode='chunkwise' only, not {request.mode.value!r}"
+        if recurrence.normalizer is Normalizer.SUM and not _sums_of(recurrence.decay, recurrence.read):
+            return "it has no kernel for a sum normaliser with this decay and order of reading"
         # the engine divides by a sum in float32, whatever the inputs are
         dtype = torch.float32 if recurrence.normalizer is Normalizer.SUM else request.dtype
         for what, size in (("key", request.key_size), ("value", request.value_size)):
@@ -141,13 +152,24 @@ class Triton(Backend):
                 return f"its {what} size ends at {LARGEST[dtype]} for {dtype}, this is {size}"
         return None
 
+    def sums(self, inputs: SumInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or _transformed(inputs):
+            return _boundary.sums(inputs, self.name)
+        self._check_boundaries(inputs)
+        return SUMS[self.name].forward(inputs)
+
     def matrix(self, inputs: MatrixInputs, mode: Mode | None) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_compiling() or _transformed(inputs):
             return _boundary.matrix(inputs, Mode.CHUNKWISE.value, self.name)
-        capturing = inputs.v.is_cuda and torch.cuda.is_current_stream_capturing()
-        if inputs.cu_seqlens is not None and not capturing:
-            _checks.boundaries(inputs.cu_seqlens, inputs.v.shape[1])
+        self._check_boundaries(inputs)
         return _Eager.apply(*inputs) if torch.is_grad_enabled() else _run(inputs)
+
+    def _check_boundaries(self, inputs: MatrixInputs | SumInputs) -> None:
+        """Those that can be looked at now."""
+        cu = inputs.cu_seqlens
+        if cu is not None and not (cu.is_cuda and torch.cuda.is_current_stream_capturing()):
+            _checks.boundaries(cu, inputs.v.shape[1])
 
 
 KERNELS[Triton.name] = _Sweeps()
+SUMS[Triton.name] = _Sums()

@@ -1,29 +1,34 @@
-"""One kernel for the output and for every gradient, one that joins segments, one for a single token.
+"""One kernel for the output and for every gradient, one that joins segments, one for a few tokens.
 
 Output and gradients of the additive recurrence are the same sum with other letters in it. With W_ij the decay between
 two tokens, and a state sum_j y_j z_j^T of which a program holds a block of z's channels::
 
     out_i = sum_j (x_i . y_j) W_ij z_j
 
-              x    y    z    mate  direction   the channels of the gate are those of
-    o         q    k    v          forward     x and y
-    dv        k    q    do         backward    x and y
-    dq        do   v    k    q     forward     z and out (OUTER)
-    dk        v    do   q    k     backward    z and out (OUTER)
+              x    y    z    direction   the channels of the gate are those of
+    o         q    k    v    forward     x and y
+    dv        k    q    do   backward    x and y
+    dq        do   v    k    forward     z and out (OUTER)
+    dk        v    do   q    backward    z and out (OUTER)
 
 Legend: C tokens a chunk, r its rows; DX, DZ the sizes of x and z, KX the power of two above DX, BZ the block of z; H
-heads, HX of them in x and y, HZ in z and mate; S the state [KX, BZ] in float32, with inner gates its transpose
-(FLIP), so that the rescaled factor of its update is the right one; gates in log2 units, G their running sum in the
-chunk. Backward in time is forward over rows numbered from the end, where a row's gate is the next token's. LATE,
-reading before the own write, is reading after the write of the row before: y, z and the gate come from there, and
-those of the last row join the state at the end.
+heads, HX of them in x and y, HZ in z; S the state [KX, BZ] in float32, with inner gates its transpose (FLIP), so that
+the rescaled factor of its update is the right one; gates in log2 units, G their running sum in the chunk. Backward in
+time is forward over rows numbered from the end, where a row's gate is the next token's. LATE, reading before the own
+write, is reading after the write of the row before: y, z and the gate come from there, and those of the last row join
+the state at the end.
 
-Decays of a head weigh each pair by 2^(G_i - G_j) <= 1. Decays of channels are divided out: x 2^G, y 2^-G. That needs G
-within [-LIMIT, 0], so a chunk ends where its own gates leave that range: after 64 tokens with ordinary gates, after one
-with a gate of -inf. A chunk of one token takes its gate out of G first, and is exact for any gate.
+Decays of a head weigh each pair by 2^(G_i - G_j) <= 1, the product of 2^G_i and 2^-G_j where G is within [-LIMIT, 0].
+Decays of channels are divided out, q 2^G and k 2^-G, which needs G in that range. Where it is in every chunk of a row,
+that is done once for all sweeps (`divide`), which then know no gates but the sum of each chunk's (SCALED), and what an
+OUTER one gives is scaled back. Other rows are steep: the sweeps divide by themselves, and a chunk ends where its own
+gates leave the range, after one token with a gate of -inf. A chunk of one token takes its gate out of G first, and is
+exact for any gate. Both kinds of sweep are launched, and a program whose row is of the other kind ends at once: nothing
+waits for the data.
 
-The gradient of the gate needs no further product. With a_i = q_i dq_i and b_j = k_j dk_j, both without the pair i = j,
-which no gate decays: dg_l = sum_{i >= l} a_i - sum_{j >= l} b_j + S_T dS_T (i > l with LATE).
+The gradient of the gate needs no product of its own (`gate_gradient`): with a_i = q_i dq_i and b_j = k_j dk_j,
+dg_l = sum_{i >= l} a_i - sum_{j >= l} b_j + S_T dS_T (i > l with LATE), bonus apart. Gates of a head have the sums over
+channels of a and b from the sweeps, before dq and dk are rounded.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ import triton
 import triton.language as tl
 
 NONE, HEAD, CHANNEL, TOKEN_HEAD, TOKEN_CHANNEL = (tl.constexpr(n) for n in range(5))
+SCALED = tl.constexpr(8)  # added to the decay of channels: divided out before
 LOG2E = tl.constexpr(1.4426950408889634)
 ZERO = tl.constexpr(-1000.0)  # natural logarithm: e^ZERO is 0; finite, as 0 * inf and inf - inf are not
 
@@ -63,6 +69,31 @@ def _bounds(cu, n, T, L, segments):
 
 
 @triton.jit
+def _slot(cu, n, start, T, L, segments, C: tl.constexpr):
+    """Place of the first chunk of sequence or segment ``n`` among all chunks."""
+    if cu is not None:
+        return start // C + n
+    else:
+        return (n // segments).to(tl.int64) * tl.cdiv(T, C) + (n % segments).to(tl.int64) * (L // C)
+
+
+@triton.jit
+def _is_steep(steep, slot, count, h, H: tl.constexpr):
+    """Whether one of ``count`` chunks is."""
+    c = tl.arange(0, 128)
+    found = tl.zeros([128], tl.int32)
+    for at in range(0, count, 128):
+        found = tl.maximum(found, tl.load(steep + (slot + at + c) * H + h, mask=at + c < count, other=0))
+    return tl.max(found, 0) > 0
+
+
+@triton.jit
+def _column(a):
+    """[N] as the first column of [N, 16], so that a product with it needs no register for its other factor."""
+    return tl.where(tl.arange(0, 16)[None, :] == 0, a[:, None], 0.0)
+
+
+@triton.jit
 def _head_gates(g, t0, start, length, lead, h, r, H: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr):
     """Gates of the rows from ``t0`` on."""
     row = t0 + r
@@ -73,9 +104,9 @@ def _head_gates(g, t0, start, length, lead, h, r, H: tl.constexpr, REVERSE: tl.c
 
 @triton.jit
 def _chunk(
-    t0, S, ahead, gates, after, summed, dbonus, fixed, bonus,
-    x, y, z, g, u, mate, out, total, moved, dg, du,
-    scale, start, length, lead, tokens, h, block, r, cx, cz, cg,
+    t0, S, Z, ahead, gates, fixed, bonus,
+    x, y, z, g, u, mate, weight, dz, out, total, moved, sums, own,
+    scale, start, length, lead, row, h, r, cx, cz, cg,
     H: tl.constexpr, HX: tl.constexpr, HZ: tl.constexpr, DX: tl.constexpr, DZ: tl.constexpr,
     KX: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, LATE: tl.constexpr, OUTER: tl.constexpr, REVERSE: tl.constexpr,
@@ -87,7 +118,6 @@ def _chunk(
     FIXED: tl.constexpr = DECAY == HEAD or DECAY == CHANNEL
     SHIFT: tl.constexpr = REVERSE or LATE
     FLIP: tl.constexpr = VECTOR and not OUTER
-    STRICT: tl.constexpr = moved is not None
     HALF: tl.constexpr = x.dtype.element_ty == tl.bfloat16
     DOT: tl.constexpr = tl.bfloat16 if HALF else tl.float32
     SUM: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float32 else tl.float32
@@ -125,12 +155,13 @@ def _chunk(
         bz = tl.load(z + fz + rz, mask=here, other=0.0)
     if out is not None:
         bx = tl.load(x + fx + rx, mask=in_x, other=0.0)
-    if moved is not None and not VECTOR:  # early, as it is no factor of a product: the compiler leaves it where it is
+    if moved is not None:  # early, as it is no factor of a product: the compiler leaves it where it is
         bm = tl.load(mate + fz + rz, mask=here, other=0.0)
-        fm, rm = (block * tokens + first) * H + h, step * H * r
-        if REVERSE:
-            # with LATE, no gate decays what the first token reads
-            other = tl.load(moved + fm + rm, mask=live & (t0 + r < length + lead - 1) if LATE else live, other=0.0)
+    of_token = (first * H + h) + (step * H) * r
+    if weight is not None:
+        bw = tl.load(weight + of_token, mask=live, other=0.0)
+    if dz is not None:
+        bd = tl.load(dz + of_token, mask=live, other=0.0)
 
     # gates: their running sum G, and its end GL
     if DECAY == TOKEN_HEAD:
@@ -145,6 +176,12 @@ def _chunk(
     if DECAY == HEAD:
         G = seen.to(SUM) * fixed
         GL = last.to(SUM) * fixed
+    if SCALAR:
+        gates += GL
+        if GL < -LIMIT:
+            pairs = tl.exp2((G[:, None] - G[None, :]).to(tl.float32))
+        else:  # fewer exponentials
+            pairs = tl.exp2(G.to(tl.float32))[:, None] * tl.exp2(-G.to(tl.float32))[None, :]
     if VECTOR:
         if DECAY == TOKEN_CHANNEL:
             fg = (first * H + h) * DG - (step * H * DG if SHIFT else 0)
@@ -184,79 +221,312 @@ def _chunk(
         state = tl.trans(S.to(DOT)) if FLIP else S.to(DOT)
         acc = tl.dot(read, state, input_precision=PRECISION)
         P = tl.dot(read, tl.trans(keys), input_precision=PRECISION)
-        if STRICT:  # apart from the pairs that no gate decays
-            alone = tl.sum(tl.where(r[:, None] == r[None, :], P, 0.0), 1)
+        if dz is not None:  # x or y has one more channel, the other a one
+            P += bd[None, :] if REVERSE else bd[:, None]
+            acc += Z[None, :] if REVERSE else bd[:, None] * Z[None, :]
+        if sums is not None:
+            zq = tl.sum(tl.dot(read, Z.to(DOT), input_precision=PRECISION), 1)
         if SCALAR:
-            P = P * tl.exp2((G[:, None] - G[None, :]).to(tl.float32))
+            P = P * pairs
             acc = acc * tl.exp2(G.to(tl.float32))[:, None]
-        P = tl.where((r[:, None] > r[None, :]) if STRICT else low, P, 0.0)
+        if weight is not None and not REVERSE:
+            P = P * bw[None, :]
+        P = tl.where(low, P, 0.0)
+        if sums is not None:
+            if SCALAR:
+                zq = zq * tl.exp2(G.to(tl.float32))
+            tl.store(sums + of_token, (zq + tl.sum(P, 1)) * scale, mask=live & (row == 0))
         acc = tl.dot(P.to(DOT), written, acc, input_precision=PRECISION)
         if VECTOR and OUTER:
             acc = acc * tl.exp2(G)
+        if moved is not None:
+            tl.store(moved + row * H + of_token, tl.sum(acc * scale * bm, 1), mask=live)
+        if weight is not None and REVERSE:
+            acc = acc * bw[:, None]
 
-        if moved is not None:  # the gradient of the gate
-            if VECTOR:
-                bm = tl.load(mate + fz + rz, mask=here, other=0.0)
-                change, kept, fm, rm = acc * scale * bm, here, fo, ro
-            else:
-                change, kept = tl.sum(acc * scale * bm, 1), live
-            if not REVERSE:
-                tl.store(moved + fm + rm, change, mask=kept)
-            else:
-                rows = (t0 + r > lead) & (r < m)  # no gate decays what the last token writes
-                change = tl.where(rows[:, None] if VECTOR else rows, change, 0.0)
-                if VECTOR:
-                    other = here
-                    if LATE:
-                        other = other & (t0 + r < length + lead - 1)[:, None]
-                    other = tl.load(moved + fm + rm, mask=other, other=0.0)
-                change = other - change
-                if VECTOR:
-                    back = _running_sum(change, low, HALF, tl.float32) + after[None, :]
-                else:
-                    back = tl.cumsum(change, 0) + after
-                after += tl.sum(change, 0)
-                if LATE:
-                    back -= other
-                if FIXED:
-                    summed += tl.sum(tl.where(kept, back, 0.0), 0)
-                else:
-                    tl.store(dg + fm + rm, back.to(dg.dtype.element_ty), mask=kept)
-
-        if STRICT:
-            acc += alone[:, None] * bz
         if u is not None:
             # the row's own write
             oy = tl.load(y + fx + rx, mask=in_x, other=0.0).to(tl.float32)
             oz = tl.load(z + fz + rz, mask=here, other=0.0).to(tl.float32)
             if OUTER:
-                own = tl.sum(bx * oy, 1)[:, None] * oz
-                acc += own * bonus[None, :]
-                if du is not None:
-                    dbonus += scale * tl.sum(own * tl.load(mate + fz + rz, mask=here, other=0.0), 0)
+                alone = tl.sum(bx * oy, 1)
+                acc += alone[:, None] * oz * bonus[None, :]
+                if not REVERSE:
+                    tl.store(own + of_token, alone, mask=live & (r < m))
             else:
                 acc += tl.sum(bx * oy * bonus[None, :], 1)[:, None] * oz
         tl.store(out + fo + ro, (acc * scale).to(out.dtype.element_ty), mask=here)
 
     if SCALAR:
-        written = (bz * tl.exp2(tl.minimum(GL - G, 0.0).to(tl.float32))[:, None]).to(DOT)
-        S = S * tl.exp2(GL.to(tl.float32))
-        gates += GL
-    if moved is not None and not REVERSE and not LATE:  # the last token's write is decayed by nothing
-        written = tl.where((t0 + r < length - 1)[:, None], written, 0.0).to(DOT)
+        kept = tl.exp2(tl.minimum(GL - G, 0.0).to(tl.float32))
+        decay = tl.exp2(GL.to(tl.float32))
+        S = S * decay
+        if sums is not None or dz is not None:
+            Z = Z * decay
+    elif weight is not None or sums is not None or dz is not None:
+        kept = tl.where(live, 1.0, 0.0)
+    if weight is not None and not REVERSE:
+        kept = kept * bw
+    if SCALAR or (weight is not None and not REVERSE):
+        written = (bz * kept[:, None]).to(DOT)
+    if sums is not None:
+        Z = tl.dot(tl.trans(keys), _column(kept).to(DOT), Z, input_precision=PRECISION)
+    if dz is not None:
+        Z += tl.sum(bz.to(tl.float32) * (kept * bd if REVERSE else kept)[:, None], 0)
     if FLIP:
         S = tl.dot(tl.trans(written), keys, S, input_precision=PRECISION)
     else:
         S = tl.dot(tl.trans(keys), written, S, input_precision=PRECISION)
     if VECTOR:
         S = S * tl.exp2(GL)[None, :]
-    return m, S, ahead, gates, after, summed, dbonus
+    return m, S, Z, ahead, gates
+
+
+@triton.jit
+def _scaled_chunk(
+    t0, S, gates, fixed, bonus,
+    x, y, z, g, u, ends, qk, out, total, own,
+    scale, start, length, lead, slot, h, r, cx, cz, cg,
+    H: tl.constexpr, HX: tl.constexpr, HZ: tl.constexpr, DX: tl.constexpr, DZ: tl.constexpr,
+    KX: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr,
+    DECAY: tl.constexpr, LATE: tl.constexpr, OUTER: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """:func:`_chunk` where the gates are divided out of q and k; W_ij = 1, and ``ends`` the sums of their chunks."""
+    HALF: tl.constexpr = x.dtype.element_ty == tl.bfloat16
+    DOT: tl.constexpr = tl.bfloat16 if HALF else tl.float32
+    DG: tl.constexpr = DZ if OUTER else DX
+    BG: tl.constexpr = BZ if OUTER else KX
+    step: tl.constexpr = -1 if REVERSE else 1
+
+    low = r[:, None] >= r[None, :]
+    first = start + (length + lead - 1 - t0 if REVERSE else t0)
+    live = (t0 + r >= lead) & (t0 + r < length + lead)
+    in_x, here, in_g = live[:, None], live[:, None], live[:, None]
+    of_gates = cg < DG
+    if DX % KX != 0:
+        in_x = in_x & (cx < DX)[None, :]
+    if DZ % BZ != 0:
+        here = here & (cz < DZ)[None, :]
+    if DG % BG != 0:
+        in_g = in_g & of_gates[None, :]
+    fx = (first * HX + h // (H // HX)) * DX
+    fz = (first * HZ + h // (H // HZ)) * DZ
+    fo = (first * H + h) * DZ
+    rx = (step * HX * DX) * r[:, None] + cx[None, :]
+    rz = (step * HZ * DZ) * r[:, None] + cz[None, :]
+    ro = (step * H * DZ) * r[:, None] + cz[None, :]
+    by = tl.load(y + fx + rx, mask=in_x, other=0.0).to(DOT)
+    bz = tl.load(z + fz + rz, mask=here, other=0.0)
+    chunk = ((length + lead - 1 - t0) if REVERSE else t0) // C
+    GL = tl.load(ends + ((slot + chunk) * H + h) * DG + cg, mask=of_gates, other=0.0)
+    if total is not None:
+        gates += GL
+    GL = tl.exp2(GL)
+    if REVERSE:
+        S = S * (GL[None, :] if OUTER else GL[:, None])
+
+    if out is not None:
+        bx = tl.load(x + fx + rx, mask=in_x, other=0.0).to(DOT)
+        acc = tl.dot(bx, S.to(DOT), input_precision=PRECISION)
+        P = tl.dot(bx, tl.trans(by), input_precision=PRECISION)
+        P = tl.where((r[:, None] > r[None, :]) if LATE else low, P, 0.0)
+        acc = tl.dot(P.to(DOT), bz.to(DOT), acc, input_precision=PRECISION)
+        if OUTER:  # its channels are those of the gates: scaled back
+            if DECAY == CHANNEL + SCALED:
+                bg = fixed[None, :]
+                G = (C - r if REVERSE else r + 1).to(tl.float32)[:, None] * bg
+            else:
+                fg = (first * H + h) * DG
+                raw = tl.load(g + fg + ((step * H * DG) * r[:, None] + cg[None, :]), mask=in_g, other=0.0)
+                raw = tl.maximum(raw, ZERO).to(raw.dtype)
+                SUM: tl.constexpr = tl.float32 if HALF else tl.float64
+                # of this token and those before it in time
+                G = _running_sum(raw, r[:, None] <= r[None, :] if REVERSE else low, HALF, SUM)
+                if REVERSE and not HALF:
+                    G = tl.sum(raw.to(SUM), 0)[None, :] - G + raw
+                G = (G * LOG2E).to(tl.float32)
+                bg = raw.to(tl.float32) * LOG2E
+            if REVERSE:
+                E = tl.exp2(-G)
+            else:
+                E = tl.exp2(G - bg) if LATE else tl.exp2(G)
+            acc = acc * E
+            if u is not None:
+                weight = tl.sum(bx.to(tl.float32) * by.to(tl.float32), 1)
+                acc += weight[:, None] * tl.exp2(bg) * E * bz.to(tl.float32) * bonus[None, :]
+                if not REVERSE:
+                    tl.store(own + (first * H + h) + H * r, weight, mask=live)
+        elif u is not None:
+            weight = tl.load(qk + (first * H + h) + (step * H) * r, mask=live, other=0.0)
+            acc += weight[:, None] * bz.to(tl.float32)
+        tl.store(out + fo + ro, (acc * scale).to(out.dtype.element_ty), mask=here)
+
+    S = tl.dot(tl.trans(by), bz.to(DOT), S, input_precision=PRECISION)
+    if not REVERSE:
+        S = S * (GL[None, :] if OUTER else GL[:, None])
+    return S, gates
+
+
+@triton.jit(do_not_specialize=["T", "L", "segments"])
+def divide(
+    q, k, g, u, cu,
+    qs, ks, ends, steep, qk,
+    T, L, segments,
+    H: tl.constexpr, HX: tl.constexpr, K: tl.constexpr, KX: tl.constexpr, C: tl.constexpr,
+    DECAY: tl.constexpr, LATE: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """The gates divided out: q 2^G and k 2^-G, G the gates' running sum in the chunk (for q with LATE of those before).
+
+    qs, ks: [B, T, H, K]. ends: every chunk's sum of gates; steep: whether it leaves the range, and then qs and ks are
+    not written. qk: [B, T, H], q . u . k.
+    """
+    HALF: tl.constexpr = qs.dtype.element_ty == tl.bfloat16
+    SUM: tl.constexpr = tl.float32 if HALF else tl.float64
+    pid = tl.program_id(0)
+    h = pid % H
+    n = pid // H
+    start, length = _bounds(cu, n, T, L, segments)
+    slot = _slot(cu, n, start, T, L, segments, C)
+    r = tl.arange(0, C)
+    c = tl.arange(0, KX)
+    low = r[:, None] >= r[None, :]
+    if DECAY == CHANNEL:
+        fixed = tl.maximum(tl.load(g + h * K + c, mask=c < K, other=0.0).to(tl.float32), ZERO) * LOG2E
+    if u is not None:
+        bonus = tl.load(u + h * K + c, mask=c < K, other=0.0).to(tl.float32)
+    for t0 in range(0, length, C):
+        live = t0 + r < length
+        here = live[:, None]
+        if K % KX != 0:
+            here = here & (c < K)[None, :]
+        first = start + t0
+        fx, rx = (first * HX + h // (H // HX)) * K, (HX * K) * r[:, None] + c[None, :]
+        fo, ro = (first * H + h) * K, (H * K) * r[:, None] + c[None, :]
+        bq = tl.load(q + fx + rx, mask=here, other=0.0)
+        bk = tl.load(k + fx + rx, mask=here, other=0.0)
+        if DECAY == CHANNEL:
+            bg = fixed[None, :]
+            G = tl.minimum(r + 1, length - t0).to(tl.float32)[:, None] * bg
+        else:
+            raw = tl.load(g + fo + ro, mask=here, other=0.0)
+            raw = tl.maximum(raw, ZERO).to(raw.dtype)
+            bg = raw.to(tl.float32) * LOG2E
+            G = (_running_sum(raw, low, HALF, SUM) * LOG2E).to(tl.float32)
+        GL = tl.sum(tl.where((r == C - 1)[:, None], G, 0.0), 0)
+        outside = tl.min(GL, 0) < -LIMIT
+        at = (slot + t0 // C) * H + h
+        tl.store(steep + at, tl.where(outside, 1, 0))
+        here = here & (not outside)
+        tl.store(ends + at * K + c, GL, mask=c < K)
+        tl.store(qs + fo + ro, (bq * tl.exp2(G - bg if LATE else G)).to(qs.dtype.element_ty), mask=here)
+        tl.store(ks + fo + ro, (bk * tl.exp2(-G)).to(ks.dtype.element_ty), mask=here)
+        if u is not None:
+            weight = tl.sum(bq.to(tl.float32) * bk.to(tl.float32) * bonus[None, :], 1)
+            tl.store(qk + (first * H + h) + H * r, weight, mask=live)
+
+
+@triton.jit(do_not_specialize=["T", "L", "segments", "scale", "least"])
+def gate_gradient(
+    q, k, dq, dk, read, written, weight, g, u, own, rest, cu,
+    dg, du,
+    scale, T, L, segments, least,
+    H: tl.constexpr, HX: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
+    DECAY: tl.constexpr, LATE: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """dg_l = sum_{i >= l} a_i - sum_{j >= l} b_j + rest (i > l with LATE), and du; walked from the end.
+
+    Either dq, dk [B, T, H, K] are given, of which a_i = q_i dq_i and b_j = k_j dk_j, or, where gates are of a head, the
+    sums over channels of a, ``read``, and of b without its ``weight``, ``written`` [PARTS, B, T, H]. own: do . v, of
+    which the bonus makes scale own u (k to dq, q to dk), which no gate decays. rest: S_T dS_T, a number a channel or
+    PARTS of them, or None for 0. dg, None if unwanted: as g; [rows, H] or [rows, H, K] where gates are fixed. least:
+    gates below it have a gradient smaller than what rounding leaves in the difference, and multiply it by their size on
+    the way to a rate: it is 0.
+    """
+    VECTOR: tl.constexpr = DECAY == CHANNEL or DECAY == TOKEN_CHANNEL
+    FIXED: tl.constexpr = DECAY == HEAD or DECAY == CHANNEL
+    NB: tl.constexpr = (K + BK - 1) // BK
+    pid = tl.program_id(0)
+    nh = pid // NB
+    h = nh % H
+    n = nh // H
+    start, length = _bounds(cu, n, T, L, segments)
+    lead = (C - length % C) % C
+    tokens = T if cu is not None else T.to(tl.int64) * (tl.num_programs(0) // (NB * H * segments))
+    r = tl.arange(0, C)
+    c = (pid % NB) * BK + tl.arange(0, BK)
+    low = r[:, None] >= r[None, :]
+    nothing = length.to(tl.float32) * 0.0
+    if VECTOR:
+        after = tl.zeros([BK], tl.float32)
+        if rest is not None:
+            after = tl.load(rest + nh.to(tl.int64) * K + c, mask=c < K, other=0.0)
+        summed = tl.zeros([BK], tl.float32)
+    else:
+        after, summed = nothing, nothing
+        if rest is not None:
+            for part in range(PARTS):
+                after += tl.load(rest + nh.to(tl.int64) * PARTS + part)
+    if u is not None:
+        bonus = tl.load(u + h * K + c, mask=c < K, other=0.0).to(tl.float32)
+        dbonus = tl.zeros([BK], tl.float32)
+    for t0 in range(0, length + lead, C):
+        live = (t0 + r >= lead) & (t0 + r < length + lead)
+        first = start + (length + lead - 1 - t0)
+        at = (first * H + h) - H * r
+        kept = live
+        if read is not None:
+            a, change = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+            for part in range(PARTS):
+                a += tl.load(read + part * tokens * H + at, mask=live, other=0.0)
+                change -= tl.load(written + part * tokens * H + at, mask=live, other=0.0)
+            if weight is not None:
+                change = change * tl.load(weight + at, mask=live, other=0.0)
+            change += a
+        else:
+            here = live[:, None]
+            if K % BK != 0:
+                here = here & (c < K)[None, :]
+            fx, rx = (first * HX + h // (H // HX)) * K, (-HX * K) * r[:, None] + c[None, :]
+            fo, ro = (first * H + h) * K, (-H * K) * r[:, None] + c[None, :]
+            bq = tl.load(q + fx + rx, mask=here, other=0.0).to(tl.float32)
+            bk = tl.load(k + fx + rx, mask=here, other=0.0).to(tl.float32)
+            a = bq * tl.load(dq + fo + ro, mask=here, other=0.0)
+            change = a - bk * tl.load(dk + fo + ro, mask=here, other=0.0)
+            if u is not None:
+                both = scale * tl.load(own + at, mask=live, other=0.0)[:, None] * (bq * bk)
+                dbonus += tl.sum(both, 0)
+                a -= both * bonus[None, :]
+            if VECTOR:
+                at, kept = fo + ro, here
+            else:
+                a, change = tl.sum(a, 1), tl.sum(change, 1)
+        if dg is not None:
+            if VECTOR:
+                back = _running_sum(change, low, q.dtype.element_ty == tl.bfloat16, tl.float32) + after[None, :]
+            else:
+                back = tl.cumsum(change, 0) + after
+            after += tl.sum(change, 0)
+            if LATE:
+                back -= a
+            if FIXED:
+                summed += tl.sum(tl.where(kept, back, 0.0), 0)
+            else:
+                gate = tl.load(g + at, mask=kept, other=0.0)
+                tl.store(dg + at, tl.where(gate < least, 0.0, back).to(dg.dtype.element_ty), mask=kept)
+    if dg is not None and FIXED:
+        if VECTOR:
+            gate = tl.load(g + h * K + c, mask=c < K, other=0.0)
+            tl.store(dg + nh.to(tl.int64) * K + c, tl.where(gate < least, 0.0, summed), mask=c < K)
+        else:
+            tl.store(dg + nh, tl.where(tl.load(g + h) < least, 0.0, summed))
+    if u is not None:
+        tl.store(du + nh.to(tl.int64) * K + c, dbonus, mask=c < K)
 
 
 @triton.jit(do_not_specialize=["T", "L", "segments", "scale"])
 def sweep(
-    x, y, z, g, u, mate, cu, init, dS,
-    out, final, total, moved, rest, dg, du,
+    x, y, z, g, u, mate, cu, init, dS, ends, steep, qk, weight, dz, zinit, dZ,
+    out, final, total, moved, rest, own, sums, zfinal,
     scale, T, L, segments,
     H: tl.constexpr, HX: tl.constexpr, HZ: tl.constexpr, DX: tl.constexpr, DZ: tl.constexpr,
     KX: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr,
@@ -265,14 +535,19 @@ def sweep(
 ):  # fmt: skip
     """The sum above. What is None is absent or unwanted; ``out`` None leaves the states alone.
 
-    total: the sum of the gates, of segments to be joined. For the gate's gradient the forward sweep writes a_i to
-    ``moved`` and S_T dS_T to ``rest``, and the backward sweep reads both and writes ``dg``.
+    ends, steep, qk: as :func:`divide` wrote them. total: the sum of the gates, of segments to be joined. For
+    :func:`gate_gradient` the sweep of dq writes S_T dS_T to ``rest``, and do . v to ``own`` where there is a bonus;
+    with gates of a head the outer ones write out . mate, of the block's channels, to ``moved`` [blocks, B, T, H].
+
+    weight [B, T, H]: of k v^T. With a sum normaliser, the sum of keys Z is one more column of S: the sweep of o writes
+    ``sums``, scale Z . q, whose gradient ``dz`` those of dq and dk read; zinit, zfinal and dZ are to Z what init, final
+    and dS are to S. Neither goes with LATE or gates of channels.
     """
-    VECTOR: tl.constexpr = DECAY == CHANNEL or DECAY == TOKEN_CHANNEL
+    DIVIDED: tl.constexpr = DECAY >= SCALED
+    VECTOR: tl.constexpr = DIVIDED or DECAY == CHANNEL or DECAY == TOKEN_CHANNEL
     SCALAR: tl.constexpr = DECAY == HEAD or DECAY == TOKEN_HEAD
-    FLIP: tl.constexpr = VECTOR and not OUTER
-    FIXED: tl.constexpr = DECAY == HEAD or DECAY == CHANNEL
-    SHIFT: tl.constexpr = REVERSE or LATE
+    FLIP: tl.constexpr = VECTOR and not OUTER and not DIVIDED
+    SHIFT: tl.constexpr = (REVERSE or LATE) and not DIVIDED
     SUM: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float32 else tl.float32
     DG: tl.constexpr = DZ if OUTER else DX
     BG: tl.constexpr = BZ if OUTER else KX
@@ -284,10 +559,14 @@ def sweep(
     h = nh % H
     n = nh // H
     start, length = _bounds(cu, n, T, L, segments)
-    tokens = T if cu is not None else (T.to(tl.int64) * (tl.num_programs(0) // (NZ * H * segments)))
+    if VECTOR:
+        slot = _slot(cu, n, start, T, L, segments, C)
+        if _is_steep(steep, slot, tl.cdiv(length, C), h, H) == DIVIDED:
+            return
 
     # chunks lie alike in both directions: backward in time the first one may begin with rows past the end
     lead = (C - length % C) % C if REVERSE else 0
+    row = block * (T if cu is not None else T.to(tl.int64) * (tl.num_programs(0) // (NZ * H * segments)))
 
     r = tl.arange(0, C)
     cx = tl.arange(0, KX)
@@ -310,44 +589,53 @@ def sweep(
         S = tl.zeros([BZ, KX] if FLIP else [KX, BZ], tl.float32)
 
     nothing = length.to(tl.float32) * 0.0
-    fixed, gates, after, summed, bonus, dbonus = nothing, nothing, nothing, nothing, nothing, nothing
-    ahead = nothing
+    fixed, gates, bonus, ahead, Z = nothing, nothing, nothing, nothing, nothing
+    if sums is not None or dz is not None:
+        of_Z = nh.to(tl.int64) * DG + cg
+        Z = tl.zeros([BG], tl.float32)
+        if zinit is not None:
+            Z = tl.load(zinit + of_Z, mask=in_g, other=0.0)
+            if REVERSE:
+                Z = Z / scale
+        if sums is not None:
+            Z = _column(Z)
     if DECAY == TOKEN_HEAD:
         ahead = _head_gates(g, 0, start, length, lead, h, r, H, REVERSE, SHIFT)
     if VECTOR:
-        zero = tl.zeros([BG], tl.float32)
-        fixed, gates, after, summed = zero, zero, zero, zero
+        fixed, gates = tl.zeros([BG], tl.float32), tl.zeros([BG], tl.float32)
     if SCALAR:
         fixed, gates = length.to(SUM) * 0.0, length.to(SUM) * 0.0
-    if DECAY == CHANNEL:
+    if DECAY == CHANNEL or DECAY == CHANNEL + SCALED:
         fixed = tl.maximum(tl.load(g + h * DG + cg, mask=in_g, other=0.0).to(tl.float32), ZERO) * LOG2E
     if DECAY == HEAD:
         fixed = tl.maximum(tl.load(g + h).to(SUM), ZERO) * LOG2E
     if u is not None:
         bonus = tl.load(u + h * DG + cg, mask=in_g, other=0.0).to(tl.float32)
-        dbonus = tl.zeros([BG], tl.float32)
-    if dg is not None:
-        if VECTOR:
-            after = tl.load(rest + nh.to(tl.int64) * DG + cg, mask=in_g, other=0.0)
-        else:
-            after = tl.load(rest + nh.to(tl.int64) * NZ + block)
 
-    if VECTOR:
+    if DIVIDED:
+        for t0 in range(0, length + lead, C):
+            S, gates = _scaled_chunk(
+                t0, S, gates, fixed, bonus,
+                x, y, z, g, u, ends, qk, out, total, own,
+                scale, start, length, lead, slot, h, r, cx, cz, cg,
+                H, HX, HZ, DX, DZ, KX, BZ, C, DECAY, LATE, OUTER, REVERSE, PRECISION,
+            )  # fmt: skip
+    elif VECTOR:
         t0 = length * 0
         while t0 < length + lead:
-            m, S, ahead, gates, after, summed, dbonus = _chunk(
-                t0, S, ahead, gates, after, summed, dbonus, fixed, bonus,
-                x, y, z, g, u, mate, out, total, moved, dg, du,
-                scale, start, length, lead, tokens, h, block, r, cx, cz, cg,
+            m, S, Z, ahead, gates = _chunk(
+                t0, S, Z, ahead, gates, fixed, bonus,
+                x, y, z, g, u, mate, weight, dz, out, total, moved, sums, own,
+                scale, start, length, lead, row, h, r, cx, cz, cg,
                 H, HX, HZ, DX, DZ, KX, BZ, C, DECAY, LATE, OUTER, REVERSE, LIMIT, PRECISION,
             )  # fmt: skip
             t0 += m
     else:  # a loop that the compiler can pipeline
         for t0 in range(0, length + lead, C):
-            _, S, ahead, gates, after, summed, dbonus = _chunk(
-                t0, S, ahead, gates, after, summed, dbonus, fixed, bonus,
-                x, y, z, g, u, mate, out, total, moved, dg, du,
-                scale, start, length, lead, tokens, h, block, r, cx, cz, cg,
+            _, S, Z, ahead, gates = _chunk(
+                t0, S, Z, ahead, gates, fixed, bonus,
+                x, y, z, g, u, mate, weight, dz, out, total, moved, sums, own,
+                scale, start, length, lead, row, h, r, cx, cz, cg,
                 H, HX, HZ, DX, DZ, KX, BZ, C, DECAY, LATE, OUTER, REVERSE, LIMIT, PRECISION,
             )  # fmt: skip
 
@@ -360,36 +648,39 @@ def sweep(
             fixed = tl.maximum(fixed, ZERO) * LOG2E
         if SCALAR:
             S = S * tl.exp2(fixed.to(tl.float32))
+            if dz is not None:
+                Z = Z * tl.exp2(fixed.to(tl.float32))
             gates += fixed
         if VECTOR:
             S = S * tl.exp2(fixed)[None, :]
             gates += fixed
-    if rest is not None and not REVERSE:
-        ds = tl.load(dS + of_state + in_state, mask=has_state, other=0.0)
-        if VECTOR:
-            tl.store(rest + nh.to(tl.int64) * DG + cg, tl.sum(S * ds, 0), mask=in_g)
-        else:
-            tl.store(rest + nh.to(tl.int64) * NZ + block, tl.sum(tl.sum(S * ds, 0), 0))
-    if LATE and final is not None and length > 0:
+    if LATE and not DIVIDED and (final is not None or rest is not None) and length > 0:
         last = start + (0 if REVERSE else length - 1)
         by = tl.load(y + (last * HX + h // (H // HX)) * DX + cx, mask=cx < DX, other=0.0)
         bz = tl.load(z + (last * HZ + h // (H // HZ)) * DZ + cz, mask=cz < DZ, other=0.0)
         by, bz = by.to(tl.float32), bz.to(tl.float32)
         S += bz[:, None] * by[None, :] if FLIP else by[:, None] * bz[None, :]
+    if rest is not None:
+        ds = tl.load(dS + of_state + in_state, mask=has_state, other=0.0)
+        if VECTOR:
+            tl.store(rest + nh.to(tl.int64) * DG + cg, tl.sum(S * ds, 0), mask=in_g)
+        else:
+            across = tl.sum(tl.sum(S * ds, 0), 0)
+            if dZ is not None:
+                across += tl.sum(Z * tl.load(dZ + of_Z, mask=in_g, other=0.0), 0)
+            tl.store(rest + nh.to(tl.int64) * NZ + block, across)
     if final is not None:
         tl.store(final + of_state + in_state, S * scale if REVERSE else S, mask=has_state)
+    if zfinal is not None:
+        if sums is not None:
+            tl.store(zfinal + of_Z, tl.sum(Z, 1), mask=in_g & (block == 0))
+        else:
+            tl.store(zfinal + of_Z, Z * scale, mask=in_g)
     if total is not None:
         if VECTOR:
             tl.store(total + nh.to(tl.int64) * DG + cg, gates, mask=in_g)
         else:
             tl.store(total + nh, gates.to(tl.float32) if SCALAR else 0.0)
-    if dg is not None and FIXED:
-        if VECTOR:
-            tl.store(dg + nh.to(tl.int64) * DG + cg, summed, mask=in_g)
-        else:
-            tl.store(dg + nh.to(tl.int64) * NZ + block, summed)
-    if du is not None:
-        tl.store(du + nh.to(tl.int64) * DZ + cz, dbonus, mask=cz < DZ)
 
 
 @triton.jit(do_not_specialize=["segments"])
@@ -420,46 +711,97 @@ def join(
         S = S * tl.exp2(decay) + tl.load(parts + at * (DX * DZ) + c, mask=live, other=0.0)
 
 
-@triton.jit(do_not_specialize=["scale"])
-def token(
-    q, k, v, g, u, state, out, final,
-    scale,
+@triton.jit
+def _one_token(
+    q, k, v, g, w, at_h, at_g, ck, cv, in_k, in_v, some,
+    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr,
+):  # fmt: skip
+    """What a token brings, as it lies in memory: query, key, value, and gate and weight (where there are any)."""
+    bq = tl.load(q + at_g * K + ck, mask=in_k & some, other=0.0)
+    bk = tl.load(k + at_g * K + ck, mask=in_k & some, other=0.0)
+    bv = tl.load(v + at_h * V + cv, mask=in_v & some, other=0.0)
+    if DECAY == TOKEN_HEAD:
+        bg = tl.load(g + at_h, mask=some, other=0.0)
+    elif DECAY == TOKEN_CHANNEL:
+        bg = tl.load(g + at_h * K + ck, mask=in_k & some, other=0.0)
+    else:
+        bg = bk
+    bw = bk
+    if w is not None:
+        bw = tl.load(w + at_h, mask=some, other=0.0)
+    return bq, bk, bv, bg, bw
+
+
+@triton.jit(do_not_specialize=["scale", "T"])
+def tokens(
+    q, k, v, g, u, w, cu, state, z, out, sums, final, last,
+    scale, T,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """One token: each element of the state is read once and written once."""
+    """A few tokens, one after the other: each element of the state is read once and written once.
+
+    With ``sums`` also scale * z . q of the sum of (weighted) keys z, which becomes ``last``; decays of heads or none.
+    """
     blocks: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
-    nh = (pid // blocks).to(tl.int64)
+    nh = pid // blocks
     h = nh % H
-    group = (nh // H) * G + h // (H // G)
+    start, length = _bounds(cu, nh // H, T, T, 1)
+    at_h, at_g = start * H + h, start * G + h // (H // G)
     ck = tl.arange(0, BK)
     cv = (pid % blocks) * BV + tl.arange(0, BV)
     in_k = ck < K
     in_v = cv < V
-    place = nh * (K * V) + ck[:, None] * V + cv[None, :]
+    place = nh.to(tl.int64) * (K * V) + ck[:, None] * V + cv[None, :]
     mask = in_k[:, None] & in_v[None, :]
     if state is not None:
         S = tl.load(state + place, mask=mask, other=0.0)
     else:
         S = tl.zeros([BK, BV], tl.float32)
-    bq = tl.load(q + group * K + ck, mask=in_k, other=0.0).to(tl.float32)
-    bk = tl.load(k + group * K + ck, mask=in_k, other=0.0).to(tl.float32)
-    bv = tl.load(v + nh * V + cv, mask=in_v, other=0.0).to(tl.float32)
-    if LATE:
-        o = tl.sum(bq[:, None] * S, 0)
-        if u is not None:
-            o += tl.sum(bq * bk * tl.load(u + h * K + ck, mask=in_k, other=0.0).to(tl.float32), 0) * bv
+    in_z = in_k & (pid % blocks == 0)  # one program of a head writes
+    bz = tl.zeros([BK], tl.float32)
+    if z is not None:
+        bz = tl.load(z + nh.to(tl.int64) * K + ck, mask=in_k, other=0.0)
+    ahead_q, ahead_k, ahead_v, ahead_g, ahead_w = _one_token(
+        q, k, v, g, w, at_h, at_g, ck, cv, in_k, in_v, length > 0, K, V, DECAY
+    )
+    if u is not None:
+        bonus = tl.load(u + h * K + ck, mask=in_k, other=0.0).to(tl.float32)
     if DECAY == HEAD:
-        S = S * tl.exp2(tl.load(g + h).to(tl.float32) * LOG2E)
-    elif DECAY == TOKEN_HEAD:
-        S = S * tl.exp2(tl.load(g + nh).to(tl.float32) * LOG2E)
+        decay = tl.exp2(tl.load(g + h).to(tl.float32) * LOG2E)
     elif DECAY == CHANNEL:
-        S = S * tl.exp2(tl.load(g + h * K + ck, mask=in_k, other=0.0).to(tl.float32) * LOG2E)[:, None]
-    elif DECAY == TOKEN_CHANNEL:
-        S = S * tl.exp2(tl.load(g + nh * K + ck, mask=in_k, other=0.0).to(tl.float32) * LOG2E)[:, None]
-    S += bk[:, None] * bv[None, :]
-    if not LATE:
-        o = tl.sum(bq[:, None] * S, 0)
+        decay = tl.exp2(tl.load(g + h * K + ck, mask=in_k, other=0.0).to(tl.float32) * LOG2E)
+
+    for t in range(0, length):
+        bq, bk, bv = ahead_q.to(tl.float32), ahead_k.to(tl.float32), ahead_v.to(tl.float32)
+        if DECAY == TOKEN_HEAD or DECAY == TOKEN_CHANNEL:
+            decay = tl.exp2(ahead_g.to(tl.float32) * LOG2E)
+        if w is not None:
+            bk = bk * ahead_w
+        at = at_h
+        at_h += H
+        at_g += G
+        ahead_q, ahead_k, ahead_v, ahead_g, ahead_w = _one_token(  # under way while this token is worked on
+            q, k, v, g, w, at_h, at_g, ck, cv, in_k, in_v, t + 1 < length, K, V, DECAY
+        )
+        if LATE:
+            o = tl.sum(bq[:, None] * S, 0)
+            if u is not None:
+                o += tl.sum(bq * bk * bonus, 0) * bv
+        if DECAY == HEAD or DECAY == TOKEN_HEAD:
+            S = S * decay
+        elif DECAY == CHANNEL or DECAY == TOKEN_CHANNEL:
+            S = S * decay[:, None]
+        S += bk[:, None] * bv[None, :]
+        if not LATE:
+            o = tl.sum(bq[:, None] * S, 0)
+        tl.store(out + at * V + cv, (o * scale).to(out.dtype.element_ty), mask=in_v)
+        if sums is not None:
+            if DECAY == HEAD or DECAY == TOKEN_HEAD:
+                bz = bz * decay
+            bz += bk
+            tl.store(sums + at, tl.sum(bq * bz, 0) * scale, mask=pid % blocks == 0)
     tl.store(final + place, S, mask=mask)
-    tl.store(out + nh * V + cv, (o * scale).to(out.dtype.element_ty), mask=in_v)
+    if last is not None:
+        tl.store(last + nh.to(tl.int64) * K + ck, bz, mask=in_z)

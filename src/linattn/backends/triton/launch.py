@@ -4,27 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import math
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from linattn.backends._boundary import Grads
-from linattn.backends._protocol import MatrixInputs
+from linattn.backends._protocol import MatrixInputs, SumInputs
 from linattn.backends.triton import kernels
 from linattn.backends.triton.table import settings
-from linattn.recurrence import Read
+from linattn.recurrence import Read, Write
 
 # Bits that channels may decay by within a chunk: the exponents of float32 and bfloat16 reach 126. float32 stays near 1,
 # to keep the last digits of the running sum.
 LIMIT = {torch.bfloat16: 92.0, torch.float16: 92.0, torch.float32: 24.0}
 PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32", torch.float32: "tf32x3"}
 _GPU = torch.cuda.is_available()
+CHUNK = 64  # tokens that gates are divided out over
+SUMMED = 512  # numbers that the gate's gradient is summed over at once
+DIVIDED_AT_ONCE = 256  # tokens of a program that does
+# The parts that the tensors play in each sweep: x, y, z, mate; whether the gate's channels are z's; backward in time.
+PARTS: dict[str, tuple[tuple[str, str, str, str], bool, bool]] = {
+    "o": (("q", "k", "v", "q"), False, False),
+    "dv": (("k", "q", "do", "k"), False, True),
+    "dq": (("do", "v", "k", "q"), True, False),
+    "dk": (("v", "do", "q", "k"), True, True),
+}
 SHORTEST = 512  # tokens of a segment, at least
 JOINED = 1024  # elements of a state that one program joins
+WALKED = 8  # tokens of a row that is walked one by one, at most; and where programs are at most two a processor:
+WALKED_BY_FEW = 32
+BLOCK, WARPS = 32, 4  # channels of v that a program walks, and its warps
 
 
+_HERE = contextlib.nullcontext()
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -33,24 +47,31 @@ def _launch(
     constants: tuple[Any, ...], warps: int, stages: int,
 ) -> None:  # fmt: skip
     """Launch, by Triton's own way the first time; it looks at every argument, longer than a small kernel runs."""
-    key: tuple[Any, ...] = (kernel, constants, warps, stages, torch.cuda.current_device() if _GPU else -1)
+    device = torch.cuda.current_device() if _GPU else -1
+    types: list[torch.dtype | None] = []
+    places: list[int | None] = []
+    bits = 0
     for t in tensors:
         if t is None:
-            key += (None,)
-        elif t.data_ptr() & 15:
-            key = ()
-            break
+            types.append(None)
+            places.append(None)
         else:
-            key += (t.dtype,)
-    arguments = (*tensors, *numbers, *constants)
-    found = _compiled.get(key) if key else None
+            place = t.data_ptr()
+            types.append(t.dtype)
+            places.append(place)
+            bits |= place
+    key = (kernel.fn, device, warps, stages, *constants, *types)
+    aligned = bits & 15 == 0
+    found = _compiled.get(key) if aligned else None
     if found is None:
-        found = kernel[(programs,)](*arguments, num_warps=warps, num_stages=stages)
-        if key and _GPU:
+        found = kernel[(programs,)](*tensors, *numbers, *constants, num_warps=warps, num_stages=stages)
+        if aligned and _GPU:
             _compiled[key] = found
         return
-    stream = torch._C._cuda_getCurrentRawStream(key[4])
-    found.run(programs, 1, 1, stream, found.function, found.packed_metadata, None, None, None, *arguments)
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    found.run(
+        programs, 1, 1, stream, found.function, found.packed_metadata, None, None, None, *places, *numbers, *constants
+    )
 
 
 class Rows(NamedTuple):
@@ -63,14 +84,24 @@ class Rows(NamedTuple):
     cu: Tensor | None
 
 
+class Divided(NamedTuple):
+    """What the kernel `divide` writes."""
+
+    q: Tensor
+    k: Tensor
+    ends: Tensor
+    steep: Tensor
+    qk: Tensor | None
+
+
 @lru_cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _on(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
+    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        return _HERE
     return torch.cuda.device(x.device)
 
 
@@ -78,10 +109,19 @@ def _scratch(x: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
+class Sums(NamedTuple):
+    """What a sum of keys adds to a call: weights of writes, the sum before, gradients of all sums and of the last."""
+
+    weight: Tensor | None
+    z: Tensor | None
+    ds: Tensor | None
+    dz: Tensor | None
+
+
 class Call:
     """What the output and the gradients of one call share."""
 
-    def __init__(self, x: MatrixInputs, scale: float) -> None:
+    def __init__(self, x: MatrixInputs, scale: float, sums: Sums | None = None) -> None:
         self.q, self.k, self.v = x.q.contiguous(), x.k.contiguous(), x.v.contiguous()
         self.g = None if x.g is None else x.g.contiguous()
         self.u = None if x.u is None else x.u.contiguous()
@@ -91,8 +131,10 @@ class Call:
         self.late = x.read is Read.BEFORE
         self.scale = scale
         (B, T, self.H, self.V), self.K = x.v.shape, x.k.shape[-1]
+        self.do: Tensor | None = None
+        self.sums = sums
         if x.cu_seqlens is None:
-            self.rows = self._split(B, T)
+            self.rows = Rows(B, T, T, 1, None) if sums else self._split(B, T)
         else:
             self.rows = Rows(x.cu_seqlens.shape[0] - 1, T, T, 1, x.cu_seqlens.contiguous())
 
@@ -108,47 +150,112 @@ class Call:
     def states(self) -> Tensor:
         return _scratch(self.v, self.rows.number * self.rows.segments, self.H, self.K, self.V)
 
-    def gate_scratch(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Where the sweeps of dq and dk leave the parts of the gate's gradient: moved, rest, dg."""
-        assert self.g is not None
-        blocks = -(-self.K // settings(self.v.dtype, self.decay, True, self.V).block)
-        moved = _scratch(self.v, *self.v.shape[:2], self.H, self.K) if self.vector else None
-        if moved is None:
-            moved = _scratch(self.v, blocks, *self.v.shape[:2], self.H)
-        rest = _scratch(self.v, self.rows.number * self.rows.segments, self.H, self.K if self.vector else blocks)
-        if self.decay in (1, 2):
-            return moved, rest, torch.empty_like(rest)
-        return moved, rest, torch.empty_like(self.g if self.vector else moved)
+    @cached_property
+    def divided(self) -> Divided | None:
+        """Queries and keys without their gates, for decays of channels."""
+        if not self.vector:
+            return None
+        B, T = self.v.shape[:2]
+        rows = self.rows
+        length = T if rows.cu is not None else DIVIDED_AT_ONCE
+        segments = 1 if rows.cu is not None else -(-T // length)
+        slots = B * -(-T // CHUNK) if rows.cu is None else T // CHUNK + rows.number
+        dtype = self.v.dtype if self.v.dtype == torch.bfloat16 else torch.float32
+        q, k = (torch.empty(B, T, self.H, self.K, dtype=dtype, device=self.v.device) for _ in range(2))
+        ends = _scratch(self.v, slots, self.H, self.K)
+        steep = torch.empty(slots, self.H, dtype=torch.int32, device=self.v.device)
+        qk = None if self.u is None else _scratch(self.v, B, T, self.H)
+        programs = rows.number * segments * self.H
+        if programs:
+            size = max(16, 1 << (self.K - 1).bit_length())
+            tensors = (self.q, self.k, self.g, self.u, rows.cu, q, k, ends, steep, qk)
+            constants = (
+                self.H, self.q.shape[2], self.K, size, CHUNK, self.decay, self.late, LIMIT[self.v.dtype],
+            )  # fmt: skip
+            _launch(kernels.divide, programs, tensors, (T, length, segments), constants, 8 if size > 128 else 4, 1)
+        return Divided(q, k, ends, steep, qk)
 
     def sweep(
-        self, x: Tensor, y: Tensor, z: Tensor, init: Tensor | None, *, outer: bool, reverse: bool,
-        mate: Tensor | None = None, dS: Tensor | None = None, out: Tensor | None = None, final: Tensor | None = None,
-        total: Tensor | None = None, moved: Tensor | None = None, rest: Tensor | None = None, dg: Tensor | None = None,
-        du: Tensor | None = None,
+        self, part: str, init: Tensor | None, *, dS: Tensor | None = None, out: Tensor | None = None,
+        final: Tensor | None = None, total: Tensor | None = None, moved: Tensor | None = None,
+        rest: Tensor | None = None, own: Tensor | None = None, sums: Tensor | None = None, z: Tensor | None = None,
     ) -> None:  # fmt: skip
-        rows, DX, DZ = self.rows, x.shape[-1], z.shape[-1]
-        s = settings(x.dtype, self.decay, outer, DX)
+        """``part``: o, dv, dq or dk."""
+        given = {"q": self.q, "k": self.k, "v": self.v, "do": self.do}
+        results = (out, final, total, moved, rest, own, sums, z)
+        self._sweep(part, given, self.decay, init, dS, results)
+        if self.divided is not None:
+            given |= {"q": self.divided.q, "k": self.divided.k}
+            self._sweep(part, given, self.decay + 8, init, dS, results)
+
+    def _sweep(
+        self, part: str, given: dict[str, Tensor | None], decay: int, init: Tensor | None, dS: Tensor | None,
+        results: tuple[Tensor | None, ...],
+    ) -> None:  # fmt: skip
+        names, outer, reverse = PARTS[part]
+        x, y, z, mate = (given[name] for name in names)
+        assert x is not None and z is not None
+        rows, DX, DZ, dtype, by = self.rows, x.shape[-1], z.shape[-1], self.v.dtype, self.divided
+        s = settings(dtype, decay, outer, DX)
         programs = rows.number * rows.segments * self.H * -(-DZ // s.block)
         if programs:
-            tensors = (x, y, z, self.g, self.u, mate, rows.cu, init, dS, out, final, total, moved, rest, dg, du)
+            stages = s.deep if programs <= _processors(x.device) else s.stages
+            divided = (None, None, None) if by is None else (by.ends, by.steep, by.qk)
+            mate = None if results[3] is None else mate
+            weight = zinit = ds = dz = None
+            if self.sums is not None:
+                weight = self.sums.weight
+                if part != "dv":
+                    zinit = self.sums.dz if reverse else self.sums.z
+                if outer:
+                    ds, dz = self.sums.ds, None if results[4] is None else self.sums.dz
+            tensors = (x, y, z, self.g, self.u, mate, rows.cu, init, dS, *divided, weight, ds, zinit, dz, *results)
             constants = (
                 self.H, x.shape[2], z.shape[2], DX, DZ, max(64, 1 << (DX - 1).bit_length()), s.block, s.chunk,
-                self.decay, self.late, outer, reverse, LIMIT[x.dtype], PRECISION[x.dtype],
+                decay, self.late, outer, reverse, LIMIT[dtype], PRECISION[dtype],
             )  # fmt: skip
             numbers = (self.scale, rows.T, rows.length, rows.segments)
-            _launch(kernels.sweep, programs, tensors, numbers, constants, s.warps, s.stages)
+            _launch(kernels.sweep, programs, tensors, numbers, constants, s.warps, stages)
 
-    def starts(self, x: Tensor, y: Tensor, z: Tensor, init: Tensor | None, *, reverse: bool) -> Tensor | None:
-        """State that each row or segment starts from, given the one of each row."""
+    def blocks(self) -> int:
+        """Programs of the sweep of dq that share a row."""
+        return -(-self.K // settings(self.v.dtype, self.decay, True, self.V).block)
+
+    def gate_gradient(
+        self, dq: Tensor, dk: Tensor, moved: Tensor | None, rest: Tensor | None, own: Tensor | None, need_g: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of the gate and of the bonus; ``moved``: what the sweeps of dq and dk left of decays of heads."""
+        g, rows = self.g, self.rows
+        number, fixed = rows.number * rows.segments, self.decay in (1, 2)
+        dg = None if g is None or not need_g else _scratch(g, number, *g.shape) if fixed else torch.empty_like(g)
+        du = None if self.u is None else _scratch(self.v, number, self.H, self.K)
+        size = max(16, 1 << (self.K - 1).bit_length())
+        block = min(size, 64) if self.vector or self.decay == 0 else size
+        programs = number * self.H * -(-self.K // block)
+        if programs and not (dg is None and du is None):
+            read, written = (None, None) if moved is None else moved
+            weight = None if self.sums is None else self.sums.weight
+            tensors = (self.q, self.k, dq, dk, read, written, weight, g, self.u, own, rest, rows.cu, dg, du)
+            numbers = (self.scale, rows.T, rows.length, rows.segments, math.log(torch.finfo(self.v.dtype).eps))
+            parts = 1 if self.vector else self.blocks()
+            chunk = CHUNK if moved is None else SUMMED
+            constants = (self.H, self.q.shape[2], self.K, block, chunk, self.decay, self.late, parts)
+            _launch(kernels.gate_gradient, programs, tensors, numbers, constants, 4, 3)
+        if dg is not None and g is not None and fixed:
+            dg = dg.sum(0).to(g.dtype)
+        return dg, None if du is None or self.u is None else du.sum(0).to(self.u.dtype)
+
+    def starts(self, part: str, init: Tensor | None) -> Tensor | None:
+        """State that each row or segment of a sweep (o, dv) starts from, given the one of each row."""
         rows = self.rows
         if rows.segments == 1:
             return init
         parts, states = self.states(), self.states()
         per = (self.K,) if self.vector else ()
         total = _scratch(self.v, rows.number * rows.segments, self.H, *per)
-        self.sweep(x, y, z, None, outer=False, reverse=reverse, final=parts, total=total)
+        self.sweep(part, None, final=parts, total=total)
         programs = rows.number * self.H * -(-self.K * self.V // JOINED)
-        constants = (self.H, self.K, self.V, self.vector, reverse, JOINED)
+        constants = (self.H, self.K, self.V, self.vector, PARTS[part][2], JOINED)
         _launch(kernels.join, programs, (total, init, parts, states), (rows.segments,), constants, 4, 1)
         return states
 
@@ -164,8 +271,7 @@ def forward(x: MatrixInputs) -> tuple[Tensor, Tensor]:
     with _on(x.v):
         c = Call(x, x.scale)
         o, final = torch.empty_like(c.v), c.states()
-        start = c.starts(c.q, c.k, c.v, c.state, reverse=False)
-        c.sweep(c.q, c.k, c.v, start, outer=False, reverse=False, out=o, final=final)
+        c.sweep("o", c.starts("o", c.state), out=o, final=final)
         return o, c.outermost(final, -1)
 
 
@@ -173,39 +279,71 @@ def backward(x: MatrixInputs, do: Tensor, dS: Tensor | None, need_g: bool, need_
     """Gradients, given those of the output and of the final state (None: zero)."""
     with _on(x.v):
         c = Call(x, x.scale or 1.0)
-        do = (do if x.scale else torch.zeros_like(do)).contiguous()
+        c.do = (do if x.scale else torch.zeros_like(do)).contiguous()
         rows = c.rows
-        S = c.starts(c.q, c.k, c.v, c.state, reverse=False)
-        dS_ends = c.starts(c.k, c.q, do, None if dS is None else dS.contiguous(), reverse=True)
+        S = c.starts("o", c.state)
+        dS_ends = c.starts("dv", None if dS is None else dS.contiguous())
         dv, first = torch.empty_like(c.v), c.states() if need_state else None
-        c.sweep(c.k, c.q, do, dS_ends, outer=False, reverse=True, out=dv, final=first)
+        c.sweep("dv", dS_ends, out=dv, final=first)
 
         dq, dk = (torch.empty(*x.v.shape[:2], c.H, c.K, dtype=c.v.dtype, device=c.v.device) for _ in range(2))
-        moved, rest, dg = c.gate_scratch() if need_g else (None, None, None)
-        du = None
-        if c.u is not None:
-            du = _scratch(c.v, rows.number * rows.segments, c.H, c.K)
-        end = rest
-        if rest is not None and dS_ends is None:
-            rest.zero_()
-            end = None
-        c.sweep(
-            do, c.v, c.k, S, outer=True, reverse=False, mate=c.q, dS=dS_ends if need_g else None, out=dq,
-            moved=moved, rest=end, du=du,
-        )  # fmt: skip
-        c.sweep(c.v, do, c.q, dS_ends, outer=True, reverse=True, mate=c.k, out=dk, moved=moved, rest=rest, dg=dg)
-
-        if dg is not None and c.decay != 4:  # partial sums: over sequences, over blocks of channels
-            assert c.g is not None
-            dg = dg.sum((0, 2) if c.decay == 1 else 0).to(c.g.dtype)
-        if dg is not None:  # smaller than what rounding left in the difference, and to be multiplied by its logarithm
-            assert c.g is not None
-            dg = dg.masked_fill(torch.lt(c.g, math.log(torch.finfo(c.v.dtype).eps)), 0)
-        if du is not None:
-            assert c.u is not None
-            du = du.sum(0).to(c.u.dtype)
+        own = None if c.u is None else _scratch(c.v, *x.v.shape[:2], c.H)
+        rest = None
+        if need_g and dS_ends is not None:
+            rest = _scratch(c.v, rows.number * rows.segments, c.H, c.K if c.vector else c.blocks())
+        moved = None
+        if need_g and not c.vector and c.u is None:
+            moved = _scratch(c.v, 2, c.blocks(), *x.v.shape[:2], c.H)
+        read, written = (None, None) if moved is None else moved
+        c.sweep("dq", S, dS=None if rest is None else dS_ends, out=dq, moved=read, rest=rest, own=own)
+        c.sweep("dk", dS_ends, out=dk, moved=written)
+        dg, du = c.gate_gradient(dq, dk, moved, rest, own, need_g)
         dq, dk = (_grouped(t, x.q.shape[2]) for t in (dq, dk))
         return Grads(dq, dk, dv, dg, None, None, None, du, None if first is None else c.outermost(first, 0))  # type: ignore[arg-type]
+
+
+def _parts(x: SumInputs) -> tuple[MatrixInputs, Sums]:
+    matrix = MatrixInputs(
+        x.q, x.k, x.v, x.g, None, None, None, None, x.S, x.cu_seqlens, x.scale, Write.ADDITIVE, Read.AFTER
+    )
+    weight, z = (None if t is None else t.contiguous() for t in (x.weight, x.z))
+    return matrix, Sums(weight, z, None, None)
+
+
+def forward_sums(x: SumInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, sums, final state and final sum of keys."""
+    matrix, sums = _parts(x)
+    with _on(x.v):
+        c = Call(matrix, x.scale, sums)
+        o, S = torch.empty_like(c.v), c.states()
+        s, z = _scratch(c.v, *x.v.shape[:-1]), _scratch(c.v, c.rows.number, c.H, c.K)
+        c.sweep("o", c.state, out=o, final=S, sums=s, z=z)
+        return o, s, S, z
+
+
+def backward_sums(
+    x: SumInputs, do: Tensor, ds: Tensor, dS: Tensor | None, dz: Tensor | None, need_g: bool
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, g, weight, S and z, given those of the output, the sums, the last S and the last z."""
+    matrix, sums = _parts(x)
+    with _on(x.v):
+        c = Call(matrix, x.scale or 1.0, sums)
+        number = c.rows.number
+        if dS is not None or dz is not None:
+            dS = c.states().zero_() if dS is None else dS.contiguous()
+            dz = _scratch(c.v, number, c.H, c.K).zero_() if dz is None else dz.contiguous()
+        do, ds = (t if x.scale else torch.zeros_like(t) for t in (do, ds))
+        c.do, c.sums = do.contiguous(), sums._replace(ds=ds.contiguous(), dz=dz)
+        dv, dS0, dz0 = torch.empty_like(c.v), c.states(), _scratch(c.v, number, c.H, c.K)
+        c.sweep("dv", dS, out=dv, final=dS0)
+        dq, dk = (torch.empty(*x.v.shape[:2], c.H, c.K, dtype=c.v.dtype, device=c.v.device) for _ in range(2))
+        rest = _scratch(c.v, number, c.H, c.blocks()) if need_g and dS is not None else None
+        moved = _scratch(c.v, 2, c.blocks(), *x.v.shape[:-1])
+        c.sweep("dq", c.state, dS=None if rest is None else dS, out=dq, moved=moved[0] if need_g else None, rest=rest)
+        c.sweep("dk", dS, out=dk, moved=moved[1], z=dz0)
+        dg, _ = c.gate_gradient(dq, dk, moved, rest, None, need_g)
+        dw = None if x.weight is None else moved[1].sum(0)
+        return *(_grouped(t, x.q.shape[2]) for t in (dq, dk)), dv, dg, dw, dS0, dz0
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
@@ -213,18 +351,53 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
     return x if x.shape[2] == groups else x.unflatten(2, (groups, -1)).sum(3, dtype=x.dtype)
 
 
-def token(x: MatrixInputs) -> tuple[Tensor, Tensor]:
-    """Output and new state of rows of one token."""
-    with _on(x.v):
-        (B, _, H, V), K = x.v.shape, x.k.shape[-1]
-        out, final = torch.empty_like(x.v, memory_format=torch.contiguous_format), _scratch(x.v, B, H, K, V)
-        block = min(32, max(16, 1 << (V - 1).bit_length()))
-        programs = B * H * -(-V // block)
-        q, k, v, g, u, state = (None if t is None else t.contiguous() for t in (x.q, x.k, x.v, x.g, x.u, x.state))
+def walks(x: MatrixInputs | SumInputs) -> bool:
+    """Whether rows are short enough to be walked token by token; with gates of channels, if few, longer ones too."""
+    T = x.v.shape[1]
+    channels = x.g is not None and x.g.dim() in (2, 4)
+    if T <= WALKED or T > WALKED_BY_FEW or not channels:
+        return T <= WALKED
+    H, V = x.v.shape[2:]
+    rows = x.v.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
+    return rows * H * -(-V // BLOCK) <= 2 * _processors(x.v.device)
+
+
+def tokens(x: MatrixInputs) -> tuple[Tensor, Tensor]:
+    """Output and final state of rows that are walked token by token."""
+    q, k, v, g, *_, u, S, cu, scale, _, read = x
+    o, _, S, _ = _walk(q, k, v, g, u, None, S, None, cu, scale, late=read is Read.BEFORE, summed=False)
+    return o, S
+
+
+def token_sums(x: SumInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`forward_sums` of rows that are walked token by token."""
+    q, k, v, g, w, S, z, cu, scale = x
+    o, s, S, z = _walk(q, k, v, g, None, w, S, z, cu, scale, late=False, summed=True)
+    assert s is not None and z is not None
+    return o, s, S, z
+
+
+def _plain(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def _walk(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, u: Tensor | None, w: Tensor | None, S: Tensor | None,
+    z: Tensor | None, cu: Tensor | None, scale: float, *, late: bool, summed: bool,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+    """Output, sums, final state and final sum of keys."""
+    (N, T, H, V), (G, K) = v.shape, k.shape[2:]
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    g, u, w, S, z, cu = _plain(g), _plain(u), _plain(w), _plain(S), _plain(z), _plain(cu)
+    if cu is not None:
+        N = cu.shape[0] - 1
+    with _on(v):
+        out, final = torch.empty_like(v), _scratch(v, N, H, K, V) if S is None else torch.empty_like(S)
+        sums, last = (_scratch(v, *v.shape[:3]), _scratch(v, N, H, K)) if summed else (None, None)
+        block = min(BLOCK, max(16, 1 << (V - 1).bit_length()))
+        programs = N * H * -(-V // block)
         if programs:
-            constants = (
-                H, x.q.shape[2], K, V, max(16, 1 << (K - 1).bit_length()), block,
-                0 if g is None else g.dim(), x.read is Read.BEFORE,
-            )  # fmt: skip
-            _launch(kernels.token, programs, (q, k, v, g, u, state, out, final), (x.scale,), constants, 4, 1)
-        return out, final
+            constants = (H, G, K, V, max(16, 1 << (K - 1).bit_length()), block, 0 if g is None else g.dim(), late)
+            tensors = (q, k, v, g, u, w, cu, S, z, out, sums, final, last)
+            _launch(kernels.tokens, programs, tensors, (scale, T), constants, WARPS, 1)
+    return out, sums, final, last

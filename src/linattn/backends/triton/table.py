@@ -8,34 +8,32 @@ import torch
 
 
 class Settings(NamedTuple):
-    """How a sweep is launched: channels of z a program, tokens a chunk, warps, pipeline stages."""
+    """How a sweep is launched: channels of z a program, tokens a chunk, warps, pipeline stages.
+
+    deep: the stages where there are no more programs than processors, so that none needs room beside another.
+    """
 
     block: int
     chunk: int
     warps: int
     stages: int
+    deep: int
 
 
 # Compute capabilities that the settings were measured and every kernel was checked on.
 MEASURED = ((9, 0),)
 
 # (kind of decay, size of x up to) -> settings, NVIDIA H200. Kinds: none, scalar, inner (the gate's channels are those
-# of x and y), outer (those of z). bfloat16 multiplies as it is, float16 as tf32, for its range, float32 in three tf32s.
+# of x and y), outer (those of z), divided and divided outer (the same, divided out before). bfloat16 multiplies as it
+# is, float16 as tf32, for its range, float32 in three tf32s.
+_KINDS = ("none", "scalar", "inner", "outer", "divided", "divided outer")
 _HALF = {
-    ("none", 64): Settings(64, 64, 4, 2),
-    ("none", 128): Settings(64, 64, 4, 2),
-    ("none", 256): Settings(64, 64, 8, 1),
-    ("scalar", 64): Settings(64, 64, 4, 2),
-    ("scalar", 128): Settings(64, 64, 4, 2),
-    ("scalar", 256): Settings(64, 64, 8, 1),
-    ("inner", 64): Settings(64, 64, 4, 1),
-    ("inner", 128): Settings(64, 64, 4, 1),
-    ("inner", 256): Settings(64, 64, 8, 1),
-    ("outer", 64): Settings(64, 64, 4, 1),
-    ("outer", 128): Settings(64, 64, 4, 1),
-    ("outer", 256): Settings(64, 64, 8, 1),
+    **{(kind, 64): Settings(64, 64, 4, 3, 3) for kind in _KINDS},
+    **{(kind, 128): Settings(64, 64, 4, 2, 3) for kind in _KINDS},
+    **{(kind, 256): Settings(64, 64, 8, 1, 1) for kind in _KINDS},
+    **{(kind, size): Settings(64, 64, 4, 1, 1) for kind in ("inner", "outer") for size in (64, 128)},
 }
-_FULL = {(kind, size): Settings(64, 64, 8, 1) for kind in ("none", "scalar", "inner", "outer") for size in (64, 128)}
+_FULL = {(kind, size): Settings(64, 64, 8, 1, 1) for kind in _KINDS for size in (64, 128)}
 TABLE: dict[torch.dtype, dict[tuple[str, int], Settings]] = {
     torch.bfloat16: _HALF,
     torch.float16: dict(_FULL),
@@ -47,6 +45,8 @@ def kind(decay: int, outer: bool) -> str:
     """The table's name for a decay (its number in the kernels)."""
     if decay in (2, 4):
         return "outer" if outer else "inner"
+    if decay in (10, 12):
+        return "divided outer" if outer else "divided"
     return "scalar" if decay else "none"
 
 
