@@ -12,7 +12,6 @@ import torch
 
 from linattn import registry
 from linattn.benchmark import compare, draw, machine, peak_memory, picture, timed, write_csv, write_json
-from linattn.benchmark.__main__ import main
 from linattn.benchmark.report import notes, size
 from linattn.testing import Sizes
 
@@ -120,19 +119,3 @@ def test_sizes_for_people() -> None:
     assert [size(n) for n in (None, 0, 999, 1000, 65536, 999_999, 2e9)] == [
         "–", "0 B", "999 B", "1 kB", "65.5 kB", "1 MB", "2 GB",
     ]  # fmt: skip
-
-
-def test_the_runner_writes_a_table_a_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = torch.get_num_threads()
-    try:
-        assert main(["--tokens", "64", "--rounds", "1", "--threads", "1", "--budget", "5", "--out", str(tmp_path)]) == 0
-    finally:
-        torch.set_num_threads(before)
-    with next(tmp_path.glob("*-1-threads.csv")).open() as stream:
-        rows = list(csv.DictReader(stream))
-    assert [(row["kind"], row["key_size"]) for row in rows] == [
-        (kind, size) for size in ("64", "128") for kind in ("none", "scalar", "vector", "gated delta")
-    ]
-    assert all(float(row["error"]) < 1e-4 and float(row["forward_ms"]) > 0 for row in rows)
-    assert next(tmp_path.glob("*-mechanisms.csv")).exists()
-    assert "gated delta" in capsys.readouterr().out

@@ -72,6 +72,18 @@ def peak_memory(call: Callable[[], object], device: torch.device) -> int:
     return peak
 
 
+def reading() -> tuple[Callable[[], Tensor], int]:
+    """A call that reads from memory with all threads, far more than a cache holds, and the bytes that it reads."""
+    numbers = torch.ones(8192, 8192)
+    return lambda: numbers.sum(1), 4 * numbers.numel()
+
+
+def multiplying(size: int = 1024) -> tuple[Callable[[], Tensor], int]:
+    """A call that multiplies float32 matrices, and its additions and multiplications."""
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    return lambda: a @ b, 2 * size**3
+
+
 def relative_error(value: Tensor, truth: Tensor) -> float:
     """max |value − truth| / max |truth|."""
     return float((value.double() - truth.double()).abs().max() / truth.double().abs().max())
@@ -98,6 +110,27 @@ class Machine:
             f"{self.processor}, {self.cores} cores, {self.threads} threads, torch {self.torch}, "
             f"Python {self.python}, linattn {self.linattn}"
         )
+
+
+@dataclass(frozen=True)
+class Conditions(Machine):
+    """A machine, how fast it multiplied float32 matrices and read memory on that day, and what else is installed."""
+
+    gemm_gflops: float
+    read_gb_s: float
+    packages: str
+
+    @classmethod
+    def of(cls, machine: Machine, packages: str) -> Conditions:
+        """As they are now."""
+        gemm, read = (
+            1e-9 * amount / timed(call, seconds=0.5, max_runs=25).seconds for call, amount in (multiplying(), reading())
+        )
+        return cls(**vars(machine), gemm_gflops=gemm, read_gb_s=read, packages=packages)
+
+    def __str__(self) -> str:
+        rates = f"{self.gemm_gflops:.0f} GFLOP/s multiplying float32 matrices, {self.read_gb_s:.1f} GB/s reading memory"
+        return f"{super().__str__()}\n{rates}; {self.packages}"
 
 
 def machine(device: str | torch.device = "cpu") -> Machine:

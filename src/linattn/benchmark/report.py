@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from linattn import registry
 from linattn.benchmark.compare import Row
+from linattn.benchmark.contest import Line
 from linattn.benchmark.measure import Machine
 from linattn.training import read_metrics
 
@@ -112,6 +113,21 @@ def table(rows: Sequence[Row]) -> Table:
             f"{row.error:.0e}",
             style="yellow" if registry.get(row.mechanism).recurrence is None else None,
         )
+    return shown
+
+
+LINES = f"{'':34} {'beside':18} {'ours':>9} {'theirs':>9} {'ratio':>8} {'target':>8} {'error':>8} {'theirs':>8}"
+"""The head of what :func:`line` prints."""
+
+
+def line(line: Line) -> str:
+    """A pair of a contest, as text for a terminal."""
+    theirs = _cell(line.theirs, "{:.4g}") if line.theirs is not None else f"– {line.note}"
+    shown = f"{line.work:34} {line.peer:18} {_cell(line.ours, '{:.4g}'):>9} {theirs:>9}"
+    if line.ratio is not None:
+        target = f"≥ {line.target:g}×" if line.target else ""
+        errors = (_cell(error, "{:.0e}") for error in (line.error, line.peer_error))
+        shown += f" {f'{line.ratio:.3g}×':>8} {target:>8} {' '.join(f'{error:>8}' for error in errors)}"
     return shown
 
 
