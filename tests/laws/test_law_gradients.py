@@ -13,7 +13,7 @@ import torch
 from laws.cases import ENGINE, MECHANISMS, RECURRENCES, pairs
 
 from linattn.recurrence import Domain
-from linattn.testing import Case, Form, Sizes, Subject, law_accuracy, law_gradients
+from linattn.testing import Case, Form, Sizes, Subject, call, law_accuracy, law_gradients
 
 TINY = Sizes(B=1, T=4, G=1, H=2, K=2, V=2)
 
@@ -68,3 +68,23 @@ RATES = [_by_its_rate(f"{decay}+additive+{read}") for decay in ("token_head", "t
 def test_rates(subject: Subject, form: Form) -> None:
     """A strong decay's gradient, tiny as it is, is multiplied by its logarithm on the way to the rate."""
     law_accuracy(Case(subject, Sizes(B=2, T=100, G=1, H=2, K=16, V=8)), form)
+
+
+WRITES = ("delta", "low_rank")
+CONSTANT = [
+    f"{decay}+{write}+after" for decay in ("head", "channel", "token_head", "token_channel") for write in WRITES
+]
+
+
+@pytest.mark.parametrize(("subject", "form"), pairs([ENGINE[name] for name in CONSTANT], reference=False))
+def test_gates_that_need_no_gradient(subject: Subject, form: Form) -> None:
+    """The other gradients are what they are beside it."""
+    case = Case(subject, Sizes(B=1, T=70, G=1, H=2, K=16, V=8))
+    run, results = call(case, form), []
+    for constant in (False, True):
+        given = {n: x.requires_grad_(not (constant and n == "g")) for n, x in case.tensors().items()}
+        output, final = run(given, case.state())
+        wanted = [x for name, x in given.items() if name != "g"]
+        results.append(torch.autograd.grad(output.sum() + final.sum(), wanted))
+    for one, other in zip(*results, strict=True):
+        assert (one - other).norm() <= 1e-5 * one.norm()

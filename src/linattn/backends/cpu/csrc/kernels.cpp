@@ -105,7 +105,7 @@ struct Block {
     db = both ? rows(ks) : nullptr;
     X = arena.take(Kp * vs);
     fixed = reinterpret_cast<double*>(arena.take(4 * Kp)), across = reinterpret_cast<double*>(arena.take(2 * Kp));
-    ends = p.dg ? arena.take(BLOCK / SHORT * Vp * ks) : nullptr;
+    ends = dg ? arena.take(BLOCK / SHORT * Vp * ks) : nullptr;
     ST = arena.take(Vp * ks), XT = arena.take(Vp * ks);
     kept = arena.take(BLOCK * GR * GW * L), sums = arena.take(BLOCK * GR * L);
   }
