@@ -199,18 +199,15 @@ def matrix(
     dtype, V, wide = v.dtype, v.shape[-1], state_dtype(v.dtype)
     q, k, v, w = q.to(wide), k.to(wide), v.to(wide), None if weight is None else weight.to(wide)
     found = engine.sums(SumInputs(q, k, v, g, w, S, z, cu_seqlens, scale))
-    if found is not None:
-        o, zq, S, z = found
-        below = zq.abs().clamp_min(EPSILON) if denominator is None else denominator(zq)
-        return (o / below.unsqueeze(-1)).to(dtype), NormalizedState(S, z)
-    # The sum of keys is one more value column, of ones.
-    v = torch.cat([v, v.new_ones(()).expand(*v.shape[:-1], 1)], -1)
-    v = v if w is None else v * w.unsqueeze(-1)
-    S = None if S is None or z is None else torch.cat([S, z.unsqueeze(-1)], -1)
-    o, S = engine.matrix(MatrixInputs(q, k, v, g, beta, a, b, u, S, cu_seqlens, scale, write, read), form)
-    zq = o[..., V]
-    o = o[..., :V] / (zq.abs().clamp_min(EPSILON) if denominator is None else denominator(zq)).unsqueeze(-1)
-    return o.to(dtype), NormalizedState(S[..., :V], S[..., V])
+    if found is None:  # the sum of keys is one more value column, of ones
+        v = torch.cat([v, v.new_ones(()).expand(*v.shape[:-1], 1)], -1)
+        v = v if w is None else v * w.unsqueeze(-1)
+        S = None if S is None or z is None else torch.cat([S, z.unsqueeze(-1)], -1)
+        o, S = engine.matrix(MatrixInputs(q, k, v, g, beta, a, b, u, S, cu_seqlens, scale, write, read), form)
+        found = o[..., :V], o[..., V], S[..., :V], S[..., V]
+    o, zq, S, z = found
+    o = o / (zq.abs().clamp_min(EPSILON) if denominator is None else denominator(zq)).unsqueeze(-1)
+    return o.to(dtype), NormalizedState(S, z)
 
 
 def _normalized_parts(state: Tensor | NormalizedState) -> NormalizedState:

@@ -544,14 +544,6 @@ class _Lowering:
             return state
         return self.builder.room(FLOAT32, shape)
 
-    def op_linattn_scan(self, call: _Call, time: int, x: Any, decay: Any, state: Any, kernel: str) -> Value:
-        if call.result.shape[1] != 1:
-            raise Unsupported(f"{call.target} of several tokens")
-        before = self._value(state, FLOAT32)
-        (rows, size), (row, number) = before.shape, before.strides
-        before = before._replace(shape=(rows, 1, size), strides=(row, 0, number))
-        return self._map("fused", FLOAT32, x, decay, before, result=self._like(call))
-
 
 def _is_value(x: Any) -> bool:
     return isinstance(x, Value)

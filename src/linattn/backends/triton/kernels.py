@@ -36,8 +36,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from linattn.backends.triton.table import DIVIDED
+
 NONE, HEAD, CHANNEL, TOKEN_HEAD, TOKEN_CHANNEL = (tl.constexpr(n) for n in range(5))
-SCALED = tl.constexpr(8)  # added to the decay of channels: divided out before
+SCALED = tl.constexpr(DIVIDED)  # added to the decay of channels: divided out before
 LOG2E = tl.constexpr(1.4426950408889634)
 ZERO = tl.constexpr(-1000.0)  # natural logarithm: e^ZERO is 0; finite, as 0 * inf and inf - inf are not
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from linattn.backends._boundary import Grads
 from linattn.backends._protocol import MatrixInputs, SumInputs
 from linattn.backends.triton import kernels
-from linattn.backends.triton.table import settings
+from linattn.backends.triton.table import DIVIDED, settings
 from linattn.recurrence import Read, Write
 
 # Bits that channels may decay by within a chunk: the exponents of float32 and bfloat16 reach 126. float32 stays near 1,
@@ -105,6 +105,10 @@ def _on(x: Tensor) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(x.device)
 
 
+def _plain(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
 def _scratch(x: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=x.device)
 
@@ -123,9 +127,7 @@ class Call:
 
     def __init__(self, x: MatrixInputs, scale: float, sums: Sums | None = None) -> None:
         self.q, self.k, self.v = x.q.contiguous(), x.k.contiguous(), x.v.contiguous()
-        self.g = None if x.g is None else x.g.contiguous()
-        self.u = None if x.u is None else x.u.contiguous()
-        self.state = None if x.state is None else x.state.contiguous()
+        self.g, self.u, self.state = _plain(x.g), _plain(x.u), _plain(x.state)
         self.decay = 0 if self.g is None else self.g.dim()
         self.vector = self.decay in (2, 4)
         self.late = x.read is Read.BEFORE
@@ -186,7 +188,7 @@ class Call:
         self._sweep(part, given, self.decay, init, dS, results)
         if self.divided is not None:
             given |= {"q": self.divided.q, "k": self.divided.k}
-            self._sweep(part, given, self.decay + 8, init, dS, results)
+            self._sweep(part, given, self.decay + DIVIDED, init, dS, results)
 
     def _sweep(
         self, part: str, given: dict[str, Tensor | None], decay: int, init: Tensor | None, dS: Tensor | None,
@@ -280,41 +282,47 @@ def backward(x: MatrixInputs, do: Tensor, dS: Tensor | None, need_g: bool, need_
     with _on(x.v):
         c = Call(x, x.scale or 1.0)
         c.do = (do if x.scale else torch.zeros_like(do)).contiguous()
-        rows = c.rows
-        S = c.starts("o", c.state)
-        dS_ends = c.starts("dv", None if dS is None else dS.contiguous())
-        dv, first = torch.empty_like(c.v), c.states() if need_state else None
-        c.sweep("dv", dS_ends, out=dv, final=first)
-
-        dq, dk = (torch.empty(*x.v.shape[:2], c.H, c.K, dtype=c.v.dtype, device=c.v.device) for _ in range(2))
-        own = None if c.u is None else _scratch(c.v, *x.v.shape[:2], c.H)
-        rest = None
-        if need_g and dS_ends is not None:
-            rest = _scratch(c.v, rows.number * rows.segments, c.H, c.K if c.vector else c.blocks())
-        moved = None
-        if need_g and not c.vector and c.u is None:
-            moved = _scratch(c.v, 2, c.blocks(), *x.v.shape[:2], c.H)
-        read, written = (None, None) if moved is None else moved
-        c.sweep("dq", S, dS=None if rest is None else dS_ends, out=dq, moved=read, rest=rest, own=own)
-        c.sweep("dk", dS_ends, out=dk, moved=written)
-        dg, du = c.gate_gradient(dq, dk, moved, rest, own, need_g)
-        dq, dk = (_grouped(t, x.q.shape[2]) for t in (dq, dk))
+        first = c.states() if need_state else None
+        dq, dk, dv, dg, du, _ = _gradients(c, _plain(dS), need_g, first, None)
         return Grads(dq, dk, dv, dg, None, None, None, du, None if first is None else c.outermost(first, 0))  # type: ignore[arg-type]
 
 
-def _parts(x: SumInputs) -> tuple[MatrixInputs, Sums]:
+def _gradients(
+    c: Call, dS: Tensor | None, need_g: bool, first: Tensor | None, first_z: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Of q, k, v, g, u and the weight; those of the states before are written to ``first`` and ``first_z``."""
+    rows, tokens = c.rows, c.v.shape[:2]
+    S, dS_ends = c.starts("o", c.state), c.starts("dv", dS)
+    dv = torch.empty_like(c.v)
+    c.sweep("dv", dS_ends, out=dv, final=first)
+
+    dq, dk = (torch.empty(*tokens, c.H, c.K, dtype=c.v.dtype, device=c.v.device) for _ in range(2))
+    own = None if c.u is None else _scratch(c.v, *tokens, c.H)
+    rest = moved = None
+    if need_g and dS_ends is not None:
+        rest = _scratch(c.v, rows.number * rows.segments, c.H, c.K if c.vector else c.blocks())
+    weighed = c.sums is not None and c.sums.weight is not None
+    if (need_g or weighed) and not c.vector and c.u is None:
+        moved = _scratch(c.v, 2, c.blocks(), *tokens, c.H)
+    read, written = (None, None) if moved is None else moved
+    c.sweep("dq", S, dS=None if rest is None else dS_ends, out=dq, moved=read if need_g else None, rest=rest, own=own)
+    c.sweep("dk", dS_ends, out=dk, moved=written, z=first_z)
+    dg, du = c.gate_gradient(dq, dk, moved, rest, own, need_g)
+    dq, dk = (_grouped(t, c.q.shape[2]) for t in (dq, dk))
+    return dq, dk, dv, dg, du, written.sum(0) if weighed and written is not None else None
+
+
+def _call_of(x: SumInputs, scale: float) -> Call:
     matrix = MatrixInputs(
         x.q, x.k, x.v, x.g, None, None, None, None, x.S, x.cu_seqlens, x.scale, Write.ADDITIVE, Read.AFTER
     )
-    weight, z = (None if t is None else t.contiguous() for t in (x.weight, x.z))
-    return matrix, Sums(weight, z, None, None)
+    return Call(matrix, scale, Sums(_plain(x.weight), _plain(x.z), None, None))
 
 
 def forward_sums(x: SumInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, sums, final state and final sum of keys."""
-    matrix, sums = _parts(x)
     with _on(x.v):
-        c = Call(matrix, x.scale, sums)
+        c = _call_of(x, x.scale)
         o, S = torch.empty_like(c.v), c.states()
         s, z = _scratch(c.v, *x.v.shape[:-1]), _scratch(c.v, c.rows.number, c.H, c.K)
         c.sweep("o", c.state, out=o, final=S, sums=s, z=z)
@@ -325,25 +333,17 @@ def backward_sums(
     x: SumInputs, do: Tensor, ds: Tensor, dS: Tensor | None, dz: Tensor | None, need_g: bool
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, g, weight, S and z, given those of the output, the sums, the last S and the last z."""
-    matrix, sums = _parts(x)
     with _on(x.v):
-        c = Call(matrix, x.scale or 1.0, sums)
-        number = c.rows.number
+        c = _call_of(x, x.scale or 1.0)
+        assert c.sums is not None
+        first, first_z = c.states(), _scratch(c.v, c.rows.number, c.H, c.K)
         if dS is not None or dz is not None:
-            dS = c.states().zero_() if dS is None else dS.contiguous()
-            dz = _scratch(c.v, number, c.H, c.K).zero_() if dz is None else dz.contiguous()
+            dS = torch.zeros_like(first) if dS is None else dS.contiguous()
+            dz = torch.zeros_like(first_z) if dz is None else dz.contiguous()
         do, ds = (t if x.scale else torch.zeros_like(t) for t in (do, ds))
-        c.do, c.sums = do.contiguous(), sums._replace(ds=ds.contiguous(), dz=dz)
-        dv, dS0, dz0 = torch.empty_like(c.v), c.states(), _scratch(c.v, number, c.H, c.K)
-        c.sweep("dv", dS, out=dv, final=dS0)
-        dq, dk = (torch.empty(*x.v.shape[:2], c.H, c.K, dtype=c.v.dtype, device=c.v.device) for _ in range(2))
-        rest = _scratch(c.v, number, c.H, c.blocks()) if need_g and dS is not None else None
-        moved = _scratch(c.v, 2, c.blocks(), *x.v.shape[:-1])
-        c.sweep("dq", c.state, dS=None if rest is None else dS, out=dq, moved=moved[0] if need_g else None, rest=rest)
-        c.sweep("dk", dS, out=dk, moved=moved[1], z=dz0)
-        dg, _ = c.gate_gradient(dq, dk, moved, rest, None, need_g)
-        dw = None if x.weight is None else moved[1].sum(0)
-        return *(_grouped(t, x.q.shape[2]) for t in (dq, dk)), dv, dg, dw, dS0, dz0
+        c.do, c.sums = do.contiguous(), c.sums._replace(ds=ds.contiguous(), dz=dz)
+        dq, dk, dv, dg, _, dw = _gradients(c, dS, need_g, first, first_z)
+        return dq, dk, dv, dg, dw, first, first_z
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
@@ -375,10 +375,6 @@ def token_sums(x: SumInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     o, s, S, z = _walk(q, k, v, g, None, w, S, z, cu, scale, late=False, summed=True)
     assert s is not None and z is not None
     return o, s, S, z
-
-
-def _plain(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
 
 
 def _walk(

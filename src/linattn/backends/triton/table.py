@@ -26,6 +26,7 @@ MEASURED = ((9, 0),)
 # (kind of decay, size of x up to) -> settings, NVIDIA H200. Kinds: none, scalar, inner (the gate's channels are those
 # of x and y), outer (those of z), divided and divided outer (the same, divided out before). bfloat16 multiplies as it
 # is, float16 as tf32, for its range, float32 in three tf32s.
+DIVIDED = 8  # added to a decay's number in the kernels where it is divided out before
 _KINDS = ("none", "scalar", "inner", "outer", "divided", "divided outer")
 _HALF = {
     **{(kind, 64): Settings(64, 64, 4, 3, 3) for kind in _KINDS},
@@ -45,7 +46,7 @@ def kind(decay: int, outer: bool) -> str:
     """The table's name for a decay (its number in the kernels)."""
     if decay in (2, 4):
         return "outer" if outer else "inner"
-    if decay in (10, 12):
+    if decay >= DIVIDED:
         return "divided outer" if outer else "divided"
     return "scalar" if decay else "none"
 

@@ -19,6 +19,8 @@ namespace linattn {
 namespace {
 
 #include "vector.h"
+// after it
+#include "sequences.h"
 
 constexpr int64_t STRIP = 128;        // channels of a task at most
 constexpr int64_t AHEAD = 8;          // tokens that rows are fetched before they are used
@@ -26,8 +28,8 @@ constexpr float STEEPEST = -1e5f;     // e to this is 0; clamped to it, sums of 
 constexpr float NOTHING = -0x1p100f;  // the maximum of no input: whatever is added leaves it as it is
 
 // A (sequence, strip): channels d0 .. d0 + n, filled up to `size`.
-struct Task {
-  int64_t s, first, length, slot, d0, n, size;
+struct Task : Sequence {
+  int64_t s, d0, n, size;
 };
 
 int64_t strip_of(const Elementwise& p) {  // narrow enough that every thread has one
@@ -36,16 +38,9 @@ int64_t strip_of(const Elementwise& p) {  // narrow enough that every thread has
 
 Task task_of(const Elementwise& p, int64_t i) {
   const int64_t strip = strip_of(p), strips = (p.D + strip - 1) / strip;
-  Task t;
+  Task t{sequence_of(p.ends, p.T, i / strips)};
   t.s = i / strips, t.d0 = i % strips * strip;
   t.n = least(strip, p.D - t.d0), t.size = ceil_to(t.n, L);
-  if (p.ends) {
-    t.first = p.ends[t.s], t.length = p.ends[t.s + 1] - t.first;
-    t.slot = t.first / BLOCK + t.s;
-  } else {
-    t.first = t.s * p.T, t.length = p.T;
-    t.slot = t.s * (ceil_to(p.T, BLOCK) / BLOCK);
-  }
   return t;
 }
 

@@ -40,6 +40,7 @@ namespace {
 #include "vector.h"
 // after it
 #include "scratch.h"
+#include "sequences.h"
 
 #if LINATTN_LANES == 16 || defined(__aarch64__)
 constexpr int R = 8;  // keys of the forward's register tile, which is 2 vectors wide
@@ -122,21 +123,16 @@ int64_t segments_of(const Matrix& p) {
 }
 
 // A (sequence, head, part of the value columns, segment), which is tokens `begin` to `end` of the sequence.
-struct Task {
-  int64_t n, h, part, segment, first, length, slot, v0, columns, begin, end;
+struct Task : Sequence {
+  int64_t n, h, part, segment, v0, columns, begin, end;
 };
 
 Task task_of(const Matrix& p, int64_t i, int64_t segments) {
-  Task t;
-  t.segment = i % segments, i /= segments;
+  const int64_t segment = i % segments;
+  i /= segments;
+  Task t{sequence_of(p.ends, p.T, i / p.parts / p.H)};
+  t.segment = segment;
   t.part = i % p.parts, t.h = i / p.parts % p.H, t.n = i / p.parts / p.H;
-  if (p.ends) {
-    t.first = p.ends[t.n], t.length = p.ends[t.n + 1] - t.first;
-    t.slot = t.first / BLOCK + t.n;
-  } else {
-    t.first = t.n * p.T, t.length = p.T;
-    t.slot = t.n * (ceil_to(p.T, BLOCK) / BLOCK);
-  }
   const int64_t step = ceil_to((p.V + p.parts - 1) / p.parts, 2 * L);
   t.v0 = least(t.part * step, p.V);
   t.columns = least(step, p.V - t.v0);

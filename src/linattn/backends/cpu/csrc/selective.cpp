@@ -23,6 +23,7 @@ namespace {
 #include "vector.h"
 // after it
 #include "scratch.h"
+#include "sequences.h"
 
 // Numbers of a channel worked on at once: forwards their states are in registers, backwards their states' gradients and
 // those of their rates.
@@ -35,23 +36,16 @@ constexpr int PAD = 4;  // numbers of a channel are filled up to a multiple of i
 constexpr float LOG2E = 1.44269504f, LN2 = 0.693147181f;
 
 // A (sequence, group, part of its channels): channels d0 .. d0 + channels, as `blocks` of L.
-struct Task {
-  int64_t s, g, part, first, length, slot, d0, channels, blocks;
+struct Task : Sequence {
+  int64_t s, g, part, d0, channels, blocks;
 };
 
 int64_t blocks_of_group(const Selective& p) { return ceil_to(p.D / p.G, L) / L; }
 int64_t blocks_of(const Selective& p) { return (blocks_of_group(p) + p.parts - 1) / p.parts; }
 
 Task task_of(const Selective& p, int64_t i) {
-  Task t;
+  Task t{sequence_of(p.ends, p.T, i / p.parts / p.G)};
   t.part = i % p.parts, t.g = i / p.parts % p.G, t.s = i / p.parts / p.G;
-  if (p.ends) {
-    t.first = p.ends[t.s], t.length = p.ends[t.s + 1] - t.first;
-    t.slot = t.first / BLOCK + t.s;
-  } else {
-    t.first = t.s * p.T, t.length = p.T;
-    t.slot = t.s * (ceil_to(p.T, BLOCK) / BLOCK);
-  }
   const int64_t size = p.D / p.G, step = blocks_of(p) * L, from = least(t.part * step, size);
   t.d0 = t.g * size + from;
   t.channels = least(step, size - from);
