@@ -79,7 +79,8 @@ def test_value_columns_split_over_threads(subject: Subject) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        law_accuracy(Case(subject, Sizes(B=1, T=130, G=1, H=1, K=20, V=100)), CPU)
+        for V in (25, 50, 100):  # four pairs of vectors of 4, 8 and 16 floats
+            law_accuracy(Case(subject, Sizes(B=1, T=130, G=1, H=1, K=20, V=V)), CPU)
         law_accuracy(Case(subject, Sizes(G=1, H=1, K=24, V=80), lengths=(70, 0, 60)), CPU)
     finally:
         torch.set_num_threads(threads)

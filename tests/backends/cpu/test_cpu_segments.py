@@ -1,4 +1,4 @@
-"""Long sequences, few heads, many threads: the sequence itself is cut, and its segments' states are joined."""
+"""What a thread walks: a segment of a long sequence where heads are few, else neighbouring heads together."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ADDITIVE = [
 
 @pytest.fixture
 def threads() -> Iterator[None]:
-    """More of them than rows: three segments."""
+    """More of them than rows of the long sequence: three segments."""
     before = torch.get_num_threads()
     torch.set_num_threads(8)
     yield
@@ -50,3 +50,16 @@ def test_laws_of_a_split_sequence() -> None:
     for subject in ADDITIVE[-4::3]:
         law_accuracy(Case(subject, LONG, gates="mixed"), CPU)
         law_purity(Case(subject, LONG), CPU)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("subject", [s for s in recurrences() if str(s).count("+") > 1], ids=str)
+def test_heads_walked_together_equal_heads_alone(subject: Subject) -> None:
+    """Bit for bit. A thread walks all four together; three, among which four don't divide, walk them one by one."""
+    case = Case(subject, Sizes(B=1, T=64 * 2 + 3, G=4, H=4, K=64, V=12), gates="mixed" if subject.gated else "ordinary")
+    run, tensors, state = call(case, CPU), case.tensors(), case.state()
+    torch.set_num_threads(1)
+    together = evaluate(case, run, tensors, state)
+    torch.set_num_threads(3)
+    alone = evaluate(case, run, tensors, state)
+    assert all(torch.equal(together[name], x) for name, x in alone.items())

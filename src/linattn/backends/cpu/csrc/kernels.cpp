@@ -13,8 +13,8 @@
 //
 //   sweep_tile      R rows x W vectors of a state stay in registers for a whole span: the output of an additive write
 //                   and gradients, with other letters in the parts of q, k and v
-//   low_rank_tile   all keys x W vectors in L1; one pass a token writes, reads o, and reads w of the next token
-//   adjoint_tile    the same backwards in time: X, reading dw_t = X_t^T b_t (k_t for delta)
+//   low_rank_tile   all keys x W vectors in L1; a pass for two tokens writes, reads o, and reads w of the next two.
+//                   Backwards in time and with other letters it is X, reading dw_t = X_t^T b_t (k_t for delta)
 //   gradient_tile   S forwards from a kept state, then X backwards; here vectors run over keys and rows over values,
 //                   so that dq_t = S do, dk_t = X v, dg_t = S . X ... are sums over rows, which need no reduction
 //
@@ -51,6 +51,7 @@ constexpr int GR = 8, GW = 1;  // values, and vectors of keys, of the backward's
 constexpr int64_t SHORT = 16;    // tokens of the shortest span; the gate's gradient sums differences over two of them
 constexpr float MILD = 0.25f;    // the strongest decay whose gradient may be had by differences
 constexpr int64_t MANY = 32;     // keys, of which a low-rank write erases but a part; of fewer it may erase nearly all
+constexpr int64_t SIDE_BY_SIDE = 1024;  // bytes of the rows of heads that are walked together
 constexpr int64_t SEGMENT = 8;   // blocks, at least, of a segment
 constexpr float RANGE = 8.67e-19f;  // 2^-60, the strongest product of decays that is divided out
 
@@ -60,15 +61,17 @@ int64_t stride_of(int64_t n) { return LINE * (ceil_to(n, LINE) / LINE | 1); }
 // Rows that the next block reads and writes. Rows of one head lie apart, which the machine does not foresee; they are
 // called in while this block is worked on.
 struct Ahead {
-  const char* at[10];
-  int64_t bytes[10], step[10], tensors = 0, rows = 0;
+  static constexpr int64_t MOST = 15;
+  const char* at[MOST];
+  int64_t bytes[MOST], step[MOST], tensors = 0, rows = 0;
   void add(const void* x, int64_t type, int64_t first, int64_t heads, int64_t h, int64_t width, int64_t v0, int64_t n) {
     const int64_t size = type == FLOAT32 ? 4 : 2;
     if (!x) return;
     at[tensors] = static_cast<const char*>(x) + ((first * heads + h) * width + v0) * size;
     bytes[tensors] = n * size, step[tensors++] = heads * width * size;
   }
-  void fetch(int64_t from, int64_t to) const {
+  // GCC takes it for a function without effect, and drops calls of it: it must be inlined.
+  __attribute__((always_inline)) void fetch(int64_t from, int64_t to) const {
     for (int64_t t = from; t < least(to, rows); t++)
       for (int64_t i = 0; i < tensors; i++)
         for (int64_t c = 0; c < bytes[i]; c += 64) __builtin_prefetch(at[i] + t * step[i] + c, 0, 2);
@@ -78,7 +81,7 @@ struct Ahead {
 // Sizes and packed rows of a block. Rows of q, d_o and the keys have a zero row before the first and after the last.
 struct Block {
   int64_t K, V, Kp, Vp, ks, vs;  // Kp, Vp: padded to whole vectors; ks, vs: distance of rows
-  float *q, *k, *d, *a, *b, *v, *o, *w, *e, *beta, *bonus, *S;
+  float *q, *k, *d, *a, *b, *v, *o, *w, *e, *beta, *bonus, *S, *seen;
   mutable Ahead ahead;
   float *since, *inverse;  // products of decays since the start of a span, and one over them
   // backward only
@@ -87,7 +90,9 @@ struct Block {
         *da = nullptr, *db = nullptr, *X = nullptr, *ST = nullptr, *XT = nullptr, *kept = nullptr, *sums = nullptr,
         *ends = nullptr;
 
-  Block(const Matrix& p, int64_t columns, Arena& arena, bool backward) {
+  // Of the `head`-th of `heads` that are walked together: what is carried from block to block is its own.
+  Block(const Matrix& p, int64_t columns, Arena& arena, int64_t head, int64_t heads) {
+    const bool backward = p.d_o;
     K = p.K, V = columns;
     Kp = ceil_to(K, L > R ? L : R), Vp = ceil_to(V, backward && GR > L ? GR : L);
     ks = stride_of(Kp), vs = stride_of(Vp);
@@ -98,16 +103,20 @@ struct Block {
     a = low ? rows(ks) : nullptr, w = low ? rows(vs) : nullptr, e = low ? rows(vs) : nullptr;
     b = both ? rows(ks) : nullptr;
     beta = arena.take(BLOCK), bonus = arena.take(BLOCK);
-    S = arena.take(Kp * vs);
+    seen = low ? arena.take(3 * BLOCK) : nullptr;
+    const int64_t own = Kp * vs + (backward ? Vp * ks + 4 * Kp : 0);
+    Arena carried{arena.take(heads * own)};
+    carried.take(head * own);
+    S = carried.take(Kp * vs);
     if (!backward) return;
+    X = S, XT = carried.take(Vp * ks), fixed = reinterpret_cast<double*>(carried.take(4 * Kp));
     d_o = rows(vs), dv = rows(vs), dq = rows(ks), dk = rows(ks);
     dg = p.dg || (p.decay && low) ? rows(ks) : nullptr;
-    dw = low ? rows(vs) : nullptr, d_e = low ? rows(vs) : nullptr, da = low ? rows(ks) : nullptr;
+    dw = low ? rows(vs) : nullptr, d_e = both ? rows(vs) : low ? dv : nullptr, da = low ? rows(ks) : nullptr;
     db = both ? rows(ks) : nullptr;
-    X = arena.take(Kp * vs);
-    fixed = reinterpret_cast<double*>(arena.take(4 * Kp)), across = reinterpret_cast<double*>(arena.take(2 * Kp));
+    across = reinterpret_cast<double*>(arena.take(2 * Kp));
     ends = dg ? arena.take(BLOCK / SHORT * Vp * ks) : nullptr;
-    ST = arena.take(Vp * ks), XT = arena.take(Vp * ks);
+    ST = arena.take(Vp * ks);
     kept = arena.take(BLOCK * GR * GW * L), sums = arena.take(BLOCK * GR * L);
   }
 };
@@ -122,26 +131,39 @@ int64_t segments_of(const Matrix& p) {
   return wanted < 1 || most < 1 ? 1 : least(wanted, most);
 }
 
-// A (sequence, head, part of the value columns, segment), which is tokens `begin` to `end` of the sequence.
+// Pairs of vectors of value columns, which a part takes whole; there are no more parts than pairs, so none is empty.
+int64_t pairs_of(const Matrix& p) { return (p.V + 2 * L - 1) / (2 * L); }
+
+// How many heads are walked together, a block of each in turn: their rows lie side by side in memory, which gives them
+// faster than rows apart. No more than leave every thread as much to do.
+int64_t heads_of(const Matrix& p, int64_t segments) {
+  const int64_t row = p.K * (p.type == FLOAT32 ? 4 : 2);
+  int64_t heads = segments > 1 || p.T == 1 ? 1 : p.H;
+  while (heads > 1 && (heads * row > SIDE_BY_SIDE || p.H % heads || p.N * p.H / heads * p.parts % p.threads)) heads--;
+  return heads > 1 ? heads : 1;
+}
+
+// A (sequence, head, part of the value columns, segment), which is tokens `begin` to `end` of the sequence; the head is
+// one of `heads` from `lead` on, which are walked together.
 struct Task : Sequence {
-  int64_t n, h, part, segment, v0, columns, begin, end;
+  int64_t n, h, lead, heads, part, segment, v0, columns, begin, end;
 };
 
-Task task_of(const Matrix& p, int64_t i, int64_t segments) {
-  const int64_t segment = i % segments;
+// The i-th, of the first of its heads.
+Task task_of(const Matrix& p, int64_t i, int64_t segments, int64_t heads) {
+  const int64_t segment = i % segments, H = p.H / heads;
   i /= segments;
-  Task t{sequence_of(p.ends, p.T, i / p.parts / p.H)};
+  Task t{sequence_of(p.ends, p.T, i / p.parts / H)};
   t.segment = segment;
-  t.part = i % p.parts, t.h = i / p.parts % p.H, t.n = i / p.parts / p.H;
-  const int64_t step = ceil_to((p.V + p.parts - 1) / p.parts, 2 * L);
-  t.v0 = least(t.part * step, p.V);
-  t.columns = least(step, p.V - t.v0);
+  t.part = i % p.parts, t.h = t.lead = i / p.parts % H * heads, t.n = i / p.parts / H, t.heads = heads;
+  const int64_t pairs = pairs_of(p), v0 = t.part * pairs / p.parts * 2 * L;
+  t.v0 = v0, t.columns = least((t.part + 1) * pairs / p.parts * 2 * L, p.V) - v0;
   const int64_t blocks = ceil_to(t.length, BLOCK) / BLOCK;
   t.begin = t.segment * blocks / segments * BLOCK, t.end = least(t.length, (t.segment + 1) * blocks / segments * BLOCK);
   return t;
 }
 
-int64_t columns_of(const Matrix& p) { return least(p.V, ceil_to((p.V + p.parts - 1) / p.parts, 2 * L)); }
+int64_t columns_of(const Matrix& p) { return least(p.V, (pairs_of(p) + p.parts - 1) / p.parts * 2 * L); }
 
 // [tokens, heads, size] -> n packed rows, from `at` of head h on, zero beyond `size`; scaled.
 void read_rows(float* y, int64_t stride, const void* x, int64_t type, int64_t first, int64_t n, int64_t heads,
@@ -174,18 +196,6 @@ bool exponentiate(float* x, int64_t n) {
 
 bool scalar_decay(const Matrix& p) { return p.decay == HEAD || p.decay == TOKEN_HEAD; }
 
-// Decays that don't depend on the token: packed once a task.
-bool fixed_decays(const Matrix& p, const Task& t, const Block& m) {
-  if (p.decay != HEAD && p.decay != CHANNEL) return true;
-  bool good = true;
-  const int64_t D = p.decay == HEAD ? 1 : p.K, Dp = ceil_to(D, L);
-  for (int64_t i = 0; i < least(BLOCK, t.length); i++) {
-    read_rows(m.d + i * m.ks, m.ks, p.g, p.g_type, 0, 1, p.H, t.h, D, 0, D, Dp);
-    good &= exponentiate(m.d + i * m.ks, Dp);
-  }
-  return good;
-}
-
 void read_queries(const Matrix& p, const Task& t, const Block& m, int64_t first, int64_t n) {
   const float scale = static_cast<float>(p.scale);
   read_rows(m.q, m.ks, p.q, p.type, first, n, p.G, t.h / (p.H / p.G), p.K, 0, p.K, m.Kp, scale);
@@ -202,15 +212,16 @@ void read_values(const Matrix& p, const Task& t, const Block& m, float* to, cons
 
 // False if a gate is positive or NaN.
 bool read_decays(const Matrix& p, const Task& t, const Block& m, int64_t first, int64_t n) {
+  if (p.decay == NONE) return true;
+  const bool fixed = p.decay == HEAD || p.decay == CHANNEL;  // the same for every token
+  const int64_t D = scalar_decay(p) ? 1 : p.K, Dp = ceil_to(D, L), rows = fixed ? least(n, 1) : n;
   bool good = true;
-  if (p.decay == TOKEN_HEAD || p.decay == TOKEN_CHANNEL) {
-    const int64_t D = p.decay == TOKEN_HEAD ? 1 : p.K, Dp = ceil_to(D, L);
-    read_rows(m.d, m.ks, p.g, p.g_type, first, n, p.H, t.h, D, 0, D, Dp);
-    for (int64_t i = 0; i < n; i++) good &= exponentiate(m.d + i * m.ks, Dp);
+  read_rows(m.d, m.ks, p.g, p.g_type, fixed ? 0 : first, rows, p.H, t.h, D, 0, D, Dp);
+  for (int64_t i = 0; i < rows; i++) {
+    good &= exponentiate(m.d + i * m.ks, Dp);
+    for (int64_t j = D; D > 1 && j < m.Kp; j++) m.d[i * m.ks + j] = 1;  // channels beyond K: kept, they are zero
   }
-  if (p.decay == CHANNEL || p.decay == TOKEN_CHANNEL)  // channels beyond K: kept, they are zero
-    for (int64_t i = 0; i < n; i++)
-      for (int64_t j = p.K; j < m.Kp; j++) m.d[i * m.ks + j] = 1;
+  for (int64_t i = rows; i < n; i++) __builtin_memcpy(m.d + i * m.ks, m.d, (D > 1 ? m.Kp : Dp) * sizeof(float));
   return good;
 }
 
@@ -236,28 +247,37 @@ bool read_block(const Matrix& p, const Task& t, const Block& m, int64_t first, i
     read_rows(m.a, m.ks, p.a, p.low_type, first, n, p.H, t.h, p.K, 0, p.K, m.Kp);
     read_rows(m.b, m.ks, p.b, p.low_type, first, n, p.H, t.h, p.K, 0, p.K, m.Kp);
   }
-  if (p.write != ADDITIVE) zero(m.a + n * m.ks, m.ks);
   return good;
 }
 
-// What Ahead calls in: the rows of n tokens from `first` on.
-void look_ahead(const Matrix& p, const Task& t, const Block& m, int64_t first, int64_t n) {
+// What Ahead calls in: the next head's block from `begin` on, or, after the last head, the first one's from `next` on.
+void look_ahead(const Matrix& p, const Task& t, const Block& m, int64_t begin, int64_t next) {
   Ahead a;
-  a.rows = n;
-  const auto keys = [&](const void* x, int64_t type, int64_t first, int64_t heads) {
-    a.add(x, type, first, heads, t.h / (p.H / heads), p.K, 0, p.K);
+  const bool other = t.h + 1 < t.lead + t.heads;
+  const int64_t h = other ? t.h + 1 : t.lead, at = other ? begin : next, first = t.first + at;
+  a.rows = at < t.begin ? 0 : least(BLOCK, t.end - at);
+  const auto keys = [&](const void* x, int64_t type, int64_t heads, int64_t first) {
+    a.add(x, type, first, heads, h / (p.H / heads), p.K, 0, p.K);
   };
-  const auto values = [&](const void* x, int64_t type) { a.add(x, type, first, p.H, t.h, p.V, t.v0, t.columns); };
-  keys(p.q, p.type, first, p.G);
-  keys(p.k, p.type, first, p.G);
-  if (p.decay == TOKEN_CHANNEL) keys(p.g, p.g_type, first, p.H);
+  const auto values = [&](const void* x, int64_t type) { a.add(x, type, first, p.H, h, p.V, t.v0, t.columns); };
+  keys(p.q, p.type, p.G, first);
+  keys(p.k, p.type, p.G, first);
+  keys(p.a, p.low_type, p.H, first);
+  keys(p.b, p.low_type, p.H, first);
   values(p.v, p.type);
   values(p.o, p.type);
   values(p.writes, FLOAT32);
   values(p.d_o, p.type);
   values(p.dv, p.type);
-  keys(p.dq, p.key_type, t.part * p.tokens + first, p.H);
-  keys(p.dk, p.key_type, t.part * p.tokens + first, p.H);
+  const int64_t written = t.part * p.tokens + first;
+  keys(p.dq, p.key_type, p.H, written);
+  keys(p.dk, p.key_type, p.H, written);
+  keys(p.da, FLOAT32, p.H, written);
+  keys(p.db, FLOAT32, p.H, written);
+  if (p.decay == TOKEN_CHANNEL) {
+    keys(p.g, p.g_type, p.H, first);
+    keys(p.dg, FLOAT32, p.H, written);
+  }
   m.ahead = a;
 }
 
@@ -456,59 +476,146 @@ void additive(const Block& m, int64_t n) {
   }
 }
 
-// `next` becomes S^T a of the token after t.
-template <int D, bool Both, bool Before, int W>
-void low_rank_tile(const Block& m, int64_t n, int64_t v0) {
-  const int64_t K = m.K, ks = m.ks, vs = m.vs;
-  const float *q = m.q, *k = m.k, *a = m.a, *b = Both ? m.b : m.k, *d = D ? m.d : nullptr, *values = m.v + v0;
-  const float* beta = m.beta;
-  float *const S0 = m.S + v0, *e = m.e + v0, *wrote = m.w + v0, *out = m.o + v0;
-  Vec next[2][W] = {};
-  for (int64_t r = 0; r < K; r++)
-    for (int w = 0; w < W; w++) next[0][w] += a[r] * load(S0 + r * vs + w * L);
-  for (int64_t t = 0; t < n; t++, values += vs, e += vs, wrote += vs, out += vs) {
-    a += ks;  // of the next token
-    if (!v0) m.ahead.fetch(t, t + 1);
-    Vec v[W], x[W], o[2][W] = {}, decay = D == 1 ? all(d[0]) : Vec{};
-    for (int w = 0; w < W; w++) {
-      v[w] = load(values + w * L);
-      x[w] = next[0][w] + next[1][w];
-      if (!Both) {
-        x[w] += v[w];
-        store(e + w * L, x[w]);
-        x[w] *= beta[t];
-      }
-      store(wrote + w * L, x[w]);
-      next[0][w] = next[1][w] = Vec{};
-    }
-    auto row = [&](int64_t r, int side) __attribute__((always_inline)) {
-      float* S = S0 + r * vs;
-      const Vec qr = all(q[r]), ar = all(a[r]), br = all(b[r]), kr = all(k[r]);
-      if (D == 2) decay = all(d[r]);
-#pragma GCC unroll 2
-      for (int w = 0; w < W; w++) {
-        Vec s = load(S + w * L);
-        if (Before) o[side][w] += qr * s;
-        s = D ? decay * s + br * x[w] : s + br * x[w];
-        if (Both) s += kr * v[w];
-        if (!Before) o[side][w] += qr * s;
-        next[side][w] += ar * s;
-        store(S + w * L, s);
-      }
-    };
-    int64_t r = 0;
-    for (; r + 1 < K; r += 2) row(r, 0), row(r + 1, 1);
-    if (r < K) row(r, 0);
-    for (int w = 0; w < W; w++) store(out + w * L, o[0][w] + o[1][w]);
-    q += ks, k += ks, b += ks, d += D ? ks : 0;
+// The low-rank recurrence with other letters: x = beta (given + S^T a), which b writes; `k v^T` is a plain write; q
+// reads o. All point at their rows of the first token; `keys` and `values` lead to the next one, backwards in time
+// where negative.
+struct LowRank {
+  const float *q, *k, *a, *b, *d, *v, *given, *beta;  // without `given` or `beta`: 0 or 1
+  float *o, *sum, *x, *S;                              // `sum`, if not null: x before it is multiplied by beta
+  int64_t K, keys, values, stride;
+  float* seen;  // scratch: what the reads of a token see of writes within the pass, 3 numbers a token
+  void advance(int64_t t) {
+    const int64_t at = t * keys, to = t * values, step = keys < 0 ? -t : t;
+    q += at, k += at, a += at, b += at, v += to, o += to, x += to, seen += 3 * t;
+    if (given) given += to;
+    if (beta) beta += step;
+    if (sum) sum += to;
   }
+};
+
+// P tokens a pass over the state, which is read and written once: what the second reads of what the first wrote is a
+// product of their keys. Order as of a sweep:
+// FORWARD: S = d S + b x + k v, o = S q. LATE reads o first. BACKWARD: S = S + k v, o = S q, S = d S + b x, and x sees
+// k v. Erase: S - b x is what decays.
+template <int D, int O, bool Plain, bool Read, bool Erase, int P, int W>
+void low_rank_tile(const LowRank& s, int64_t n, int64_t v0, const Ahead& ahead, int64_t i) {
+  const int64_t K = s.K, keys = s.keys, values = s.values, stride = s.stride, step = keys < 0 ? -1 : 1;
+  const float *q = s.q, *k = s.k, *a = s.a, *b = s.b, *d = s.d, *v_row = s.v + v0, *seen = s.seen, *beta = s.beta;
+  const float* given = s.given ? s.given + v0 : nullptr;
+  float *const S0 = s.S + v0, *sum = s.sum ? s.sum + v0 : nullptr, *x_row = s.x + v0, *out = s.o + v0;
+  Vec next[P][W] = {};
+  for (int64_t r = 0; r < K; r++)
+    for (int p = 0; p < P; p++)
+      for (int w = 0; w < W; w++) next[p][w] += a[p * keys + r] * load(S0 + r * stride + w * L);
+  for (int64_t t = 0; t < n; t += P) {
+    if (!v0) ahead.fetch(i + t, i + t + P);
+    Vec x[P][W], v[P][W], o[P][W] = {}, decay = D == WHOLE ? all(d[0]) : Vec{};
+    for (int p = 0; p < P; p++, seen += 3)
+      for (int w = 0; w < W; w++) {
+        const int64_t at = p * values + w * L;
+        Vec y = next[p][w];
+        if (given) y += load(given + at);
+        if (Plain) v[p][w] = load(v_row + at);
+        if (Plain && O == BACKWARD) y += seen[0] * v[p][w];
+        if (p) y += seen[1] * x[0][w];
+        if (p && Plain) y += seen[2] * v[0][w];
+        if (sum) store(sum + at, y);
+        if (beta) y *= beta[p * step];
+        store(x_row + at, y);
+        x[p][w] = y, next[p][w] = Vec{};
+      }
+    const float* after[P];  // a of the next tokens; of none if there is none
+    for (int p = 0; p < P; p++) after[p] = t + P + p < n ? a + (P + p) * keys : a;
+    for (int64_t r = 0; r < K; r++) {
+      float* row = S0 + r * stride;
+      Vec y[W];
+#pragma GCC unroll 2
+      for (int w = 0; w < W; w++) y[w] = load(row + w * L);
+      if (D == ROWS) decay = all(d[r]);
+#pragma GCC unroll 2
+      for (int p = 0; p < P; p++) {
+        const int64_t at = p * keys + r;
+        const Vec br = all(b[at]), kr = Plain ? all(k[at]) : Vec{}, qr = Read ? all(q[at]) : Vec{};
+#pragma GCC unroll 2
+        for (int w = 0; w < W; w++) {
+          if (Plain && O == BACKWARD) y[w] += kr * v[p][w];
+          if (Read && O != FORWARD) o[p][w] += qr * y[w];
+          if (Erase)
+            y[w] = decay * (y[w] - br * x[p][w]);
+          else
+            y[w] = D ? decay * y[w] + br * x[p][w] : y[w] + br * x[p][w];
+          if (Plain && O != BACKWARD) y[w] += kr * v[p][w];
+          if (Read && O == FORWARD) o[p][w] += qr * y[w];
+        }
+      }
+#pragma GCC unroll 2
+      for (int p = 0; p < P; p++) {
+        const Vec ar = all(after[p][r]);
+#pragma GCC unroll 2
+        for (int w = 0; w < W; w++) next[p][w] += ar * y[w];
+      }
+#pragma GCC unroll 2
+      for (int w = 0; w < W; w++) store(row + w * L, y[w]);
+    }
+    for (int p = 0; Read && p < P; p++)
+      for (int w = 0; w < W; w++) store(out + p * values + w * L, o[p][w]);
+    q += P * keys, k += P * keys, a += P * keys, b += P * keys, d += D ? P * keys : 0;
+    v_row += P * values, x_row += P * values, out += P * values, beta += beta ? P * step : 0;
+    given += given ? P * values : 0, sum += sum ? P * values : 0;
+  }
+}
+
+float dot(const float* x, const float* y, int64_t n) {
+  Vec s = {};
+  for (int64_t j = 0; j < n; j += L) s += load(x + j) * load(y + j);
+  return sum(s);
+}
+
+template <int D, int O, bool Plain, bool Read, bool Erase = false>
+void low_rank_walk(LowRank s, int64_t n, int64_t columns, const Ahead& ahead = {}, int64_t i = 0) {
+  constexpr int P = D || (Plain && Read) ? 1 : 2;  // for more, registers are too few
+  for (int64_t t = 0; t < n; t++) {
+    const float *a = s.a + t * s.keys, *k = s.k + t * s.keys, *b = s.b + (t - 1) * s.keys;
+    float* seen = s.seen + 3 * t;
+    if (Plain && O == BACKWARD) seen[0] = dot(a, k, s.K);
+    if (t % P) seen[1] = dot(a, b, s.K);
+    if (t % P && Plain) seen[2] = dot(a, k - s.keys, s.K);
+  }
+  const auto walk = [&](auto wide, auto narrow, int64_t n, int64_t i) {
+    int64_t v0 = 0;
+    for (; v0 + 2 * L <= columns; v0 += 2 * L) wide(s, n, v0, ahead, i);
+    if (v0 < columns) narrow(s, n, v0, ahead, i);
+  };
+  const int64_t whole = n / P * P;
+  if (whole)
+    walk(low_rank_tile<D, O, Plain, Read, Erase, P, 2>, low_rank_tile<D, O, Plain, Read, Erase, P, 1>, whole, i);
+  if (whole == n) return;
+  s.advance(whole);
+  walk(low_rank_tile<D, O, Plain, Read, Erase, 1, 2>, low_rank_tile<D, O, Plain, Read, Erase, 1, 1>, 1, i + whole);
 }
 
 template <int D, bool Both, bool Before>
 void low_rank(const Block& m, int64_t n) {
-  int64_t v0 = 0;
-  for (; v0 + 2 * L <= m.Vp; v0 += 2 * L) low_rank_tile<D, Both, Before, 2>(m, n, v0);
-  if (v0 < m.Vp) low_rank_tile<D, Both, Before, 1>(m, n, v0);
+  constexpr int order = Before ? LATE : FORWARD;
+  for (int64_t i = 0, part; i < n; i += part) {
+    part = even_span<D>(m, i, n - i);
+    const int64_t k = i * m.ks, v = i * m.vs;
+    LowRank s = {m.q + k, m.k + k, m.a + k, (Both ? m.b : m.k) + k, m.d + (D ? k : 0), m.v + v};
+    s.o = m.o + v, s.x = m.w + v, s.S = m.S, s.K = m.K, s.keys = m.ks, s.values = m.vs, s.stride = m.vs;
+    s.seen = m.seen;
+    if (!Both) s.given = m.v + v, s.beta = m.beta + i, s.sum = m.e + v;
+    if (D && !part) {  // too strong to be divided out
+      part = least(SHORT, n - i);
+      low_rank_walk<D, order, Both, true>(s, part, m.Vp, m.ahead, i);
+      continue;
+    }
+    if (D) {
+      invert<D>(m, i, part);
+      divide_out<D, Before>(m, i, part, m.q, m.k, m.a, Both ? m.b : nullptr);
+    }
+    low_rank_walk<UNGATED, order, Both, true>(s, part, m.Vp, m.ahead, i);
+    if (D) decay_state<D>(m, m.S, i + part - 1);
+  }
 }
 
 using Walk = void (*)(const Block&, int64_t);
@@ -612,7 +719,6 @@ void summarize(const Matrix& p, const Task& t, const Block& m, const Summary& su
   float *S = sum.added, *keys = Backward ? m.q : m.k, *values = Backward ? m.d_o : m.v;
   zero(S, m.Kp * m.vs);
   for (int64_t j = 0; j < m.Kp; j++) sum.decay[j] = 1;
-  fixed_decays(p, t, m);
   for (int64_t b = 0; b < blocks; b++) {
     const int64_t begin = t.begin + (Backward ? blocks - 1 - b : b) * BLOCK, n = least(BLOCK, t.end - begin);
     Backward ? read_queries(p, t, m, t.first + begin, n) : read_keys(p, t, m, t.first + begin, n);
@@ -658,31 +764,44 @@ struct Scratch {
   int64_t own, summary;
 };
 
-Scratch scratch_of(const Matrix& p) {
+Scratch scratch_of(const Matrix& p, int64_t heads) {
   Arena arena{nullptr};
-  const Block m(p, columns_of(p), arena, p.d_o != nullptr);
+  const Block m(p, columns_of(p), arena, 0, heads);
   return {arena.used, Summary::size(m)};
 }
 
 int64_t scratch(const Matrix& p) {
   const int64_t segments = segments_of(p), tasks = p.N * p.H * p.parts * segments;
-  const Scratch size = scratch_of(p);
+  const Scratch size = scratch_of(p, heads_of(p, segments));
   return size.own + (segments > 1 ? ceil_to((tasks + p.threads - 1) / p.threads * size.summary, LINE) : 0);
 }
 
-// each(task, block, summaries of the task's sequence)
+// Heads that a thread walks together.
+struct Heads {
+  const Matrix& p;
+  Task first;
+  float *scratch, *summaries;  // summaries of the sequence's segments
+  // one(task, block) of every head
+  template <class One>
+  void each(One one) const {
+    for (Task t = first; t.h < t.lead + t.heads; t.h++) {
+      Arena arena{scratch};
+      one(t, Block(p, t.columns, arena, t.h - t.lead, t.heads));
+    }
+  }
+};
+
+// each(heads), on all threads
 template <class Each>
-void for_each_task(const Matrix& p, int64_t segments, Each each) {
-  const int64_t tasks = p.N * p.H * p.parts * segments;
+void for_all_heads(const Matrix& p, int64_t segments, Each each) {
+  const int64_t heads = heads_of(p, segments), tasks = p.N * p.H / heads * p.parts * segments;
   const int64_t threads = least(p.threads, tasks);
-  const Scratch size = scratch_of(p);
+  const Scratch size = scratch_of(p, heads);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
   for (int64_t i = 0; i < tasks; i++) {
-    const Task t = task_of(p, i, segments);
-    if (t.columns <= 0) continue;
-    Arena arena{p.scratch + thread() * size.own};
-    const Block m(p, t.columns, arena, p.d_o != nullptr);
-    each(t, m, p.scratch + p.threads * size.own + (i - t.segment) * size.summary);
+    const Task t = task_of(p, i, segments, heads);
+    float* const summaries = p.scratch + p.threads * size.own + (i - t.segment) * size.summary;
+    if (t.columns > 0) each(Heads{p, t, p.scratch + thread() * size.own, summaries});
   }
 }
 
@@ -691,37 +810,37 @@ template <bool Backward>
 void summarize_segments(const Matrix& p, int64_t segments) {
   if (segments == 1) return;
   const Summarize one = summarize_of<Backward>(p);
-  for_each_task(p, segments, [&](const Task& t, const Block& m, float* summaries) {
-    if (t.segment != (Backward ? 0 : segments - 1)) one(p, t, m, Summary(m, summaries, t.segment));
+  for_all_heads(p, segments, [&](const Heads& heads) {
+    heads.each([&](const Task& t, const Block& m) {
+      if (t.segment != (Backward ? 0 : segments - 1)) one(p, t, m, Summary(m, heads.summaries, t.segment));
+    });
   });
 }
 
-bool forward_task(const Matrix& p, const Task& t, const Block& m, float* summaries, Walk walk) {
-  const int64_t at = (t.n * p.H + t.h) * p.K * p.V;
-  const bool one = t.length == 1 && p.state && !p.states;
-  if (!one) read_state(p, t, m, m.S, p.state ? p.state + at : nullptr);
-  for (int64_t s = 0; s < t.segment; s++) Summary(m, summaries, s).apply(m, m.S);
-  bool good = fixed_decays(p, t, m);
-  for (int64_t begin = t.begin; begin < t.end; begin += BLOCK) {
-    const int64_t n = least(BLOCK, t.end - begin), first = t.first + begin;
-    if (p.states) write_state(p, t, m, m.S, p.states + ((t.slot + begin / BLOCK) * p.H + t.h) * p.K * p.V);
-    good &= read_block(p, t, m, first, n);
-    look_ahead(p, t, m, first + n, least(BLOCK, t.end - begin - n));
-    bonus_weights(p, t, m, n);
-    if (one)
-      step_of(p, m, p.state + at + t.v0, p.final + at + t.v0);
-    else
-      walk(m, n);
-    if (p.u)
-      for (int64_t i = 0; i < n; i++) {
-        const float c = m.bonus[i], *wrote = (p.write == DELTA ? m.w : m.v) + i * m.vs;
-        for (int64_t j = 0; j < m.Vp; j++) m.o[i * m.vs + j] += c * wrote[j];
-      }
-    write_rows(p.o, p.type, m.o, m.vs, first, n, p.H, t.h, p.V, t.v0, t.columns);
-    if (p.writes)
-      write_rows(p.writes, FLOAT32, p.write == DELTA ? m.e : m.w, m.vs, first, n, p.H, t.h, p.V, t.v0, t.columns);
-  }
-  if (!one && t.end == t.length) write_state(p, t, m, m.S, p.final + at);
+int64_t state_at(const Matrix& p, const Task& t) { return (t.n * p.H + t.h) * p.K * p.V; }
+
+// Whether the state of a single token is read and written where it lies.
+bool in_place(const Matrix& p, const Task& t) { return t.length == 1 && p.state && !p.states; }
+
+// The block from `begin` on. False if a gate is positive or NaN.
+bool forward_block(const Matrix& p, const Task& t, const Block& m, int64_t begin, Walk walk) {
+  const int64_t n = least(BLOCK, t.end - begin), first = t.first + begin, at = state_at(p, t) + t.v0;
+  if (p.states) write_state(p, t, m, m.S, p.states + ((t.slot + begin / BLOCK) * p.H + t.h) * p.K * p.V);
+  const bool good = read_block(p, t, m, first, n);
+  look_ahead(p, t, m, begin, begin + BLOCK);
+  bonus_weights(p, t, m, n);
+  if (in_place(p, t))
+    step_of(p, m, p.state + at, p.final + at);
+  else
+    walk(m, n);
+  if (p.u)
+    for (int64_t i = 0; i < n; i++) {
+      const float c = m.bonus[i], *wrote = (p.write == DELTA ? m.w : m.v) + i * m.vs;
+      for (int64_t j = 0; j < m.Vp; j++) m.o[i * m.vs + j] += c * wrote[j];
+    }
+  write_rows(p.o, p.type, m.o, m.vs, first, n, p.H, t.h, p.V, t.v0, t.columns);
+  if (p.writes)
+    write_rows(p.writes, FLOAT32, p.write == DELTA ? m.e : m.w, m.vs, first, n, p.H, t.h, p.V, t.v0, t.columns);
   return good;
 }
 
@@ -730,8 +849,19 @@ int64_t forward(const Matrix& p) {
   const int64_t segments = segments_of(p);
   int64_t bad = 0;
   summarize_segments<false>(p, segments);
-  for_each_task(p, segments, [&](const Task& t, const Block& m, float* summaries) {
-    if (!forward_task(p, t, m, summaries, walk)) {
+  for_all_heads(p, segments, [&](const Heads& heads) {
+    const Task& task = heads.first;
+    bool good = true;
+    if (!in_place(p, task))
+      heads.each([&](const Task& t, const Block& m) {
+        read_state(p, t, m, m.S, p.state ? p.state + state_at(p, t) : nullptr);
+        for (int64_t s = 0; s < t.segment; s++) Summary(m, heads.summaries, s).apply(m, m.S);
+      });
+    for (int64_t begin = task.begin; begin < task.end; begin += BLOCK)
+      heads.each([&](const Task& t, const Block& m) { good &= forward_block(p, t, m, begin, walk); });
+    if (!in_place(p, task) && task.end == task.length)
+      heads.each([&](const Task& t, const Block& m) { write_state(p, t, m, m.S, p.final + state_at(p, t)); });
+    if (!good) {
 #pragma omp atomic write
       bad = 1;
     }
@@ -752,66 +882,17 @@ inline Vec passed(Vec x, Vec d, Y a, Z d_e, Vec read) {
   return (D ? d * x + a * d_e : x + a * d_e) + read;
 }
 
-// Walks X over the tokens from the i-th to before the n-th, backwards. Row `s` of q and d_o joins X of the token before
-// t: its own read if it reads after its write, else that of t.
-template <int D, bool Both, int W>
-void adjoint_tile(const Block& m, int64_t i, int64_t n, int64_t v0, int64_t shift) {
-  const int64_t K = m.K, vs = m.vs;  // stores might alias m
-  float* const X0 = m.X + v0;
-  const float* ends[] = {m.q + (n - 1) * m.ks, m.q + i * m.ks};
-  ends[shift ? 0 : 1] = m.q - m.ks;
-  Vec read[2][W] = {}, write[2][W] = {};
-  {
-    const float *q = ends[0], *k = (Both ? m.b : m.k) + (n - 1) * m.ks, *y = m.k + (n - 1) * m.ks;
-    const float* d_o = m.d_o + (n - 1 + shift) * m.vs + v0;
-    for (int64_t r = 0; r < K; r++)
-      for (int w = 0; w < W; w++) {
-        float* X = X0 + r * vs + w * L;
-        const Vec x = load(X) + q[r] * load(d_o + w * L);
-        store(X, x);
-        read[0][w] += k[r] * x;
-        if (Both) write[0][w] += y[r] * x;
-      }
-  }
-  for (int64_t t = n - 1; t >= i; t--) {
-    const int64_t s = t - 1 + shift;
-    const float *q = t == i ? ends[1] : m.q + s * m.ks, *y = m.k + (t - 1) * m.ks;
-    const float *k = (Both ? m.b : m.k) + (t - 1) * m.ks, *a = (Both || !D ? m.a : m.k) + t * m.ks;
-    const float* d = D == 0 ? nullptr : m.d + t * m.ks;
-    Vec d_o[W], dx[W], decay = D == 1 ? all(d[0]) : Vec{};
-    for (int w = 0; w < W; w++) {
-      const int64_t at = t * m.vs + v0 + w * L;
-      d_o[w] = load(m.d_o + s * m.vs + v0 + w * L);
-      dx[w] = load(m.dw + at) + (read[0][w] + read[1][w]);
-      store(m.dw + at, dx[w]);
-      if (!Both) dx[w] *= m.beta[t];
-      store(m.d_e + at, dx[w]);
-      store(m.dv + at, Both ? write[0][w] + write[1][w] : dx[w]);
-      read[0][w] = read[1][w] = write[0][w] = write[1][w] = Vec{};
-    }
-    auto row = [&](int64_t r, int side) __attribute__((always_inline)) {
-      float* X = X0 + r * vs;
-      const Vec qr = all(q[r]), kr = all(k[r]), ar = all(a[r]), yr = all(y[r]);
-      if (D == 2) decay = all(d[r]);
-#pragma GCC unroll 2
-      for (int w = 0; w < W; w++) {
-        const Vec x = passed<D, Both>(load(X + w * L), decay, ar, dx[w], qr * d_o[w]);
-        read[side][w] += kr * x;
-        if (Both) write[side][w] += yr * x;
-        store(X + w * L, x);
-      }
-    };
-    int64_t r = 0;
-    for (; r + 1 < K; r += 2) row(r, 0), row(r + 1, 1);
-    if (r < K) row(r, 0);
-  }
-}
-
+// Walks X over the tokens from the i-th to before the n-th, backwards.
 template <int D, bool Both>
-void adjoint(const Block& m, int64_t i, int64_t n, int64_t shift) {
-  int64_t v0 = 0;
-  for (; v0 + 2 * L <= m.Vp; v0 += 2 * L) adjoint_tile<D, Both, 2>(m, i, n, v0, shift);
-  if (v0 < m.Vp) adjoint_tile<D, Both, 1>(m, i, n, v0, shift);
+void adjoint(const Block& m, int64_t i, int64_t n, bool before) {
+  constexpr bool erase = D && !Both;
+  const int64_t k = (n - 1) * m.ks, v = (n - 1) * m.vs;
+  const float *a = (Both ? m.b : m.k) + k, *b = (erase ? m.k : m.a) + k;
+  LowRank s = {m.k + k, m.q + k, a, b, m.d + (D ? k : 0), m.d_o + v, m.dw + v, Both ? nullptr : m.beta + n - 1};
+  s.o = m.dv + v, s.sum = m.dw + v, s.x = m.d_e + v, s.S = m.X, s.seen = m.seen;
+  s.K = m.K, s.keys = -m.ks, s.values = -m.vs, s.stride = m.vs;
+  before ? low_rank_walk<D, LATE, true, Both, erase>(s, n - i, m.Vp)
+         : low_rank_walk<D, BACKWARD, true, Both, erase>(s, n - i, m.Vp);
 }
 
 // GR values x GW vectors of keys of S^T, then of X^T. wrote: the values that k writes (w for delta).
@@ -1063,7 +1144,6 @@ bool mild(const Matrix& p, const Block& m, int64_t n) {
   return every;
 }
 
-
 // [K, columns] -> [columns, K], the rest of [Vp, Kp] zero.
 void read_transposed(const Block& m, float* ST, const float* S, int64_t stride) {
   transpose(ST, m.ks, S, stride, m.K, m.V);
@@ -1071,139 +1151,147 @@ void read_transposed(const Block& m, float* ST, const float* S, int64_t stride) 
   zero(ST + m.V * m.ks, (m.Vp - m.V) * m.ks);
 }
 
-void backward_task(const Matrix& p, const Task& t, const Block& m, float* summaries, int64_t segments,
-                   Gradients gradients) {
-  const int64_t state_at = (t.n * p.H + t.h) * p.K * p.V;
-  const bool low = p.write != ADDITIVE, scalar = scalar_decay(p), fixed = p.decay == HEAD || p.decay == CHANNEL;
-  const int64_t D = p.decay == NONE ? 0 : scalar ? 1 : p.K, HK = p.H * p.K;
-  const float scale = static_cast<float>(p.scale);
-  read_state(p, t, m, m.X, p.d_final + state_at);
+// What is carried from the last block of a head to its first one, and its end.
+void start_backward(const Matrix& p, const Task& t, const Block& m, int64_t segments, float* summaries) {
+  read_state(p, t, m, m.X, p.d_final + state_at(p, t));
   for (int64_t s = segments - 1; s > t.segment; s--) Summary(m, summaries, s).apply(m, m.X);
   read_transposed(m, m.XT, m.X, m.vs);
-  bool follows = true;  // X is as far as XT
-  fixed_decays(p, t, m);
-  float* du = p.du ? p.du + (t.part * p.N + t.n) * HK + t.h * p.K : nullptr;
-  float* fixed_dg = p.dg && fixed ? p.dg + ((t.part * p.N + t.n) * p.H + t.h) * D : nullptr;
-  double *fixed_sum = m.fixed, *u_sum = m.fixed + m.Kp;
   for (int64_t j = 0; j < 2 * m.Kp; j++) m.fixed[j] = 0;
-  // rows that lie outside of the block: no token reads, writes or is read there
+  // rows that lie outside of the block: no token reads there
   zero(m.q - m.ks, m.ks);
-  zero(m.k - m.ks, m.ks);
   zero(m.d_o - m.vs, m.vs);
-  if (m.b) zero(m.b - m.ks, m.ks);
+}
 
-  for (int64_t begin = (t.end - 1) / BLOCK * BLOCK; begin >= t.begin && t.length; begin -= BLOCK) {
-    const int64_t n = least(BLOCK, t.end - begin), first = t.first + begin;
-    read_block(p, t, m, first, n);
-    look_ahead(p, t, m, first - BLOCK, begin > t.begin ? BLOCK : 0);
-    bonus_weights(p, t, m, n);
-    read_transposed(m, m.ST, p.states + ((t.slot + begin / BLOCK) * p.H + t.h) * p.K * p.V + t.v0, p.V);
-    read_values(p, t, m, m.d_o, p.d_o, first, n);
-    zero(m.q + n * m.ks, m.ks);
-    zero(m.d_o + n * m.vs, m.vs);
-    if (low) {
-      read_rows(m.e, m.vs, p.writes, FLOAT32, first, n, p.H, t.h, p.V, t.v0, t.columns, m.Vp);
-      for (int64_t i = 0; i < n; i++)
-        for (int64_t j = 0; j < m.Vp; j++)
-          m.w[i * m.vs + j] = m.e[i * m.vs + j] * (p.write == DELTA ? m.beta[i] : 1.f);
-      for (int64_t i = 0; i < n; i++) {  // what the adjoint walk starts from: the bonus reads w
-        const float weight = p.u && p.write == DELTA ? m.bonus[i] : 0;
-        for (int64_t j = 0; j < m.Vp; j++) m.dw[i * m.vs + j] = weight * m.d_o[i * m.vs + j];
-      }
-      // XT takes its low-rank terms from X, so its errors don't contract as X's do: it follows X a block at a time
-      if (begin + n < t.length) read_transposed(m, m.XT, m.X, m.vs);
-    } else if (!follows) {
-      transpose(m.X, m.vs, m.XT, m.ks, m.V, m.K);
+void end_backward(const Matrix& p, const Task& t, const Block& m) {
+  const bool scalar = scalar_decay(p), fixed = p.decay == HEAD || p.decay == CHANNEL;
+  const int64_t D = scalar ? 1 : p.K, row = (t.part * p.N + t.n) * p.H + t.h;
+  for (int64_t j = 0; p.dg && fixed && j < D; j++) p.dg[row * D + j] = static_cast<float>(m.fixed[j]);
+  for (int64_t j = 0; p.du && j < p.K; j++) p.du[row * p.K + j] = static_cast<float>(m.fixed[m.Kp + j]);
+  if (t.begin) return;
+  if (p.write != ADDITIVE)
+    write_state(p, t, m, m.X, p.dstate + state_at(p, t));
+  else
+    transpose(p.dstate + state_at(p, t) + t.v0, p.V, m.XT, m.ks, m.V, m.K);
+}
+
+// The block from `begin` on. `follows`: X is as far as XT. Returns whether it then is.
+bool backward_block(const Matrix& p, const Task& t, const Block& m, int64_t begin, bool follows, Gradients gradients) {
+  const bool low = p.write != ADDITIVE, scalar = scalar_decay(p), fixed = p.decay == HEAD || p.decay == CHANNEL;
+  const int64_t D = p.decay == NONE ? 0 : scalar ? 1 : p.K;
+  const float scale = static_cast<float>(p.scale);
+  double *fixed_sum = m.fixed, *u_sum = m.fixed + m.Kp;
+  const int64_t n = least(BLOCK, t.end - begin), first = t.first + begin;
+  read_block(p, t, m, first, n);
+  look_ahead(p, t, m, begin, begin - BLOCK);
+  bonus_weights(p, t, m, n);
+  read_transposed(m, m.ST, p.states + ((t.slot + begin / BLOCK) * p.H + t.h) * p.K * p.V + t.v0, p.V);
+  read_values(p, t, m, m.d_o, p.d_o, first, n);
+  zero(m.q + n * m.ks, m.ks);
+  zero(m.d_o + n * m.vs, m.vs);
+  if (low) {
+    read_rows(m.e, m.vs, p.writes, FLOAT32, first, n, p.H, t.h, p.V, t.v0, t.columns, m.Vp);
+    for (int64_t i = 0; i < n; i++)
+      for (int64_t j = 0; j < m.Vp; j++)
+        m.w[i * m.vs + j] = m.e[i * m.vs + j] * (p.write == DELTA ? m.beta[i] : 1.f);
+    for (int64_t i = 0; i < n; i++) {  // what the adjoint walk starts from: the bonus reads w
+      const float weight = p.u && p.write == DELTA ? m.bonus[i] : 0;
+      for (int64_t j = 0; j < m.Vp; j++) m.dw[i * m.vs + j] = weight * m.d_o[i * m.vs + j];
     }
-    const bool swept = gradients(m, n, p.before, !p.dg || (!fixed && mild(p, m, n)));
-    if (swept && p.dg && !begin && !p.state) zero(m.dg, m.ks);  // nothing lies before the first token
-    follows = swept;
-    if (p.u) {  // as they were
-      read_queries(p, t, m, first, n);
-      read_keys(p, t, m, first, n);
-    }
-    // what remains costs K + V a token
-    for (int64_t i = 0; i < n; i++) {
-      const int64_t token = first + i;
-      float *q = m.q + i * m.ks, *k = m.k + i * m.ks, *dq = m.dq + i * m.ks, *dk = m.dk + i * m.ks;
-      for (int64_t j = 0; j < p.K; j++) dq[j] *= scale;
-      if (p.write == DELTA) {
-        float c = 0;
-        for (int64_t j = 0; j < t.columns; j++) c += m.dw[i * m.vs + j] * m.e[i * m.vs + j];
-        p.dbeta[(t.part * p.tokens + token) * p.H + t.h] = c;
-        const float *da = m.da + i * m.ks, *d = m.d + i * m.ks;
-        if (p.decay == CHANNEL || p.decay == TOKEN_CHANNEL)
-          for (int64_t j = 0; j < m.Kp; j++) dk[j] -= da[j] * d[j];
-        else {
-          const float same = p.decay == NONE ? 1 : d[0];
-          for (int64_t j = 0; j < m.Kp; j++) dk[j] -= da[j] * same;
-        }
-      }
-      if (p.dg) {
-        float *dg = m.dg + i * m.ks, *a = m.a + i * m.ks, *da = m.da + i * m.ks;
-        const float* d = m.d + i * m.ks;
-        double total = 0;
-        if (!swept)
-          for (int64_t j = 0; j < m.Kp; j++) dg[j] *= d[scalar ? 0 : j];
-        if (p.write == DELTA && !swept)
-          for (int64_t j = 0; j < m.Kp; j++) dg[j] += a[j] * da[j];
-        if (scalar && swept) {
-          total = dg[0];
-        } else if (scalar) {
-          double lanes[4] = {};
-          for (int64_t j = 0; j < m.Kp; j += 4)
-            for (int l = 0; l < 4; l++) lanes[l] += dg[j + l];
-          total = (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
-        }
-        if (fixed)
-          for (int64_t j = 0; j < D; j++) fixed_sum[j] += scalar ? total : dg[j];
-        else {
-          float* to = p.dg + ((t.part * p.tokens + token) * p.H + t.h) * D;
-          for (int64_t j = 0; j < D; j++) to[j] = scalar ? static_cast<float>(total) : dg[j];
-        }
-      }
-      if (p.u) {
-        const float *u = p.u + t.h * p.K, *d_o = m.d_o + i * m.vs;
-        const float* wrote = (p.write == DELTA ? m.w : m.v) + i * m.vs;
-        float c = 0;
-        for (int64_t j = 0; j < t.columns; j++) c += wrote[j] * d_o[j];
-        if (p.write != DELTA) {
-          const float weight = m.bonus[i];
-          for (int64_t j = 0; j < t.columns; j++) m.dv[i * m.vs + j] += weight * d_o[j];
-        }
-        for (int64_t j = 0; j < p.K; j++) {
-          dq[j] += scale * c * u[j] * k[j];
-          dk[j] += c * u[j] * q[j];
-          u_sum[j] += c * q[j] * k[j];
-        }
+    // XT takes its low-rank terms from X, so its errors don't contract as X's do: it follows X a block at a time
+    if (begin + n < t.length) read_transposed(m, m.XT, m.X, m.vs);
+  } else if (!follows) {
+    transpose(m.X, m.vs, m.XT, m.ks, m.V, m.K);
+  }
+  const bool swept = gradients(m, n, p.before, !p.dg || (!fixed && mild(p, m, n)));
+  if (swept && p.dg && !begin && !p.state) zero(m.dg, m.ks);  // nothing lies before the first token
+  if (p.u) {  // as they were
+    read_queries(p, t, m, first, n);
+    read_keys(p, t, m, first, n);
+  }
+  // what remains costs K + V a token
+  for (int64_t i = 0; i < n; i++) {
+    const int64_t token = first + i;
+    float *q = m.q + i * m.ks, *k = m.k + i * m.ks, *dq = m.dq + i * m.ks, *dk = m.dk + i * m.ks;
+    for (int64_t j = 0; j < p.K; j++) dq[j] *= scale;
+    if (p.write == DELTA) {
+      float c = 0;
+      for (int64_t j = 0; j < t.columns; j++) c += m.dw[i * m.vs + j] * m.e[i * m.vs + j];
+      p.dbeta[(t.part * p.tokens + token) * p.H + t.h] = c;
+      const float *da = m.da + i * m.ks, *d = m.d + i * m.ks;
+      if (p.decay == CHANNEL || p.decay == TOKEN_CHANNEL)
+        for (int64_t j = 0; j < m.Kp; j++) dk[j] -= da[j] * d[j];
+      else {
+        const float same = p.decay == NONE ? 1 : d[0];
+        for (int64_t j = 0; j < m.Kp; j++) dk[j] -= da[j] * same;
       }
     }
-    const int64_t part_first = t.part * p.tokens + first;
-    write_rows(p.dq, p.key_type, m.dq, m.ks, part_first, n, p.H, t.h, p.K, 0, p.K);
-    write_rows(p.dk, p.key_type, m.dk, m.ks, part_first, n, p.H, t.h, p.K, 0, p.K);
-    write_rows(p.dv, p.type, m.dv, m.vs, first, n, p.H, t.h, p.V, t.v0, t.columns);
-    if (p.write == LOW_RANK) {
-      write_rows(p.da, FLOAT32, m.da, m.ks, part_first, n, p.H, t.h, p.K, 0, p.K);
-      write_rows(p.db, FLOAT32, m.db, m.ks, part_first, n, p.H, t.h, p.K, 0, p.K);
+    if (p.dg) {
+      float *dg = m.dg + i * m.ks, *a = m.a + i * m.ks, *da = m.da + i * m.ks;
+      const float* d = m.d + i * m.ks;
+      double total = 0;
+      if (!swept)
+        for (int64_t j = 0; j < m.Kp; j++) dg[j] *= d[scalar ? 0 : j];
+      if (p.write == DELTA && !swept)
+        for (int64_t j = 0; j < m.Kp; j++) dg[j] += a[j] * da[j];
+      if (scalar && swept) {
+        total = dg[0];
+      } else if (scalar) {
+        double lanes[4] = {};
+        for (int64_t j = 0; j < m.Kp; j += 4)
+          for (int l = 0; l < 4; l++) lanes[l] += dg[j + l];
+        total = (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
+      }
+      if (fixed)
+        for (int64_t j = 0; j < D; j++) fixed_sum[j] += scalar ? total : dg[j];
+      else {
+        float* to = p.dg + ((t.part * p.tokens + token) * p.H + t.h) * D;
+        for (int64_t j = 0; j < D; j++) to[j] = scalar ? static_cast<float>(total) : dg[j];
+      }
+    }
+    if (p.u) {
+      const float *u = p.u + t.h * p.K, *d_o = m.d_o + i * m.vs;
+      const float* wrote = (p.write == DELTA ? m.w : m.v) + i * m.vs;
+      float c = 0;
+      for (int64_t j = 0; j < t.columns; j++) c += wrote[j] * d_o[j];
+      if (p.write != DELTA) {
+        const float weight = m.bonus[i];
+        for (int64_t j = 0; j < t.columns; j++) m.dv[i * m.vs + j] += weight * d_o[j];
+      }
+      for (int64_t j = 0; j < p.K; j++) {
+        dq[j] += scale * c * u[j] * k[j];
+        dk[j] += c * u[j] * q[j];
+        u_sum[j] += c * q[j] * k[j];
+      }
     }
   }
-  if (fixed_dg)
-    for (int64_t j = 0; j < D; j++) fixed_dg[j] = static_cast<float>(fixed_sum[j]);
-  if (du)
-    for (int64_t j = 0; j < p.K; j++) du[j] = static_cast<float>(u_sum[j]);
-  if (t.begin) return;
-  if (low)
-    write_state(p, t, m, m.X, p.dstate + state_at);
-  else
-    transpose(p.dstate + state_at + t.v0, p.V, m.XT, m.ks, m.V, m.K);
+  const int64_t part_first = t.part * p.tokens + first;
+  write_rows(p.dq, p.key_type, m.dq, m.ks, part_first, n, p.H, t.h, p.K, 0, p.K);
+  write_rows(p.dk, p.key_type, m.dk, m.ks, part_first, n, p.H, t.h, p.K, 0, p.K);
+  write_rows(p.dv, p.type, m.dv, m.vs, first, n, p.H, t.h, p.V, t.v0, t.columns);
+  if (p.write == LOW_RANK) {
+    write_rows(p.da, FLOAT32, m.da, m.ks, part_first, n, p.H, t.h, p.K, 0, p.K);
+    write_rows(p.db, FLOAT32, m.db, m.ks, part_first, n, p.H, t.h, p.K, 0, p.K);
+  }
+  return swept;
 }
 
 void backward(const Matrix& p) {
   const Gradients gradients = gradients_of(p);
   const int64_t segments = segments_of(p);
   summarize_segments<true>(p, segments);
-  for_each_task(p, segments, [&](const Task& t, const Block& m, float* summaries) {
-    backward_task(p, t, m, summaries, segments, gradients);
+  for_all_heads(p, segments, [&](const Heads& heads) {
+    const Task& task = heads.first;
+    bool follows[SIDE_BY_SIDE];
+    heads.each([&](const Task& t, const Block& m) {
+      start_backward(p, t, m, segments, heads.summaries);
+      follows[t.h - t.lead] = true;
+    });
+    for (int64_t begin = (task.end - 1) / BLOCK * BLOCK; begin >= task.begin && task.length; begin -= BLOCK)
+      heads.each([&](const Task& t, const Block& m) {
+        bool& x = follows[t.h - t.lead];
+        x = backward_block(p, t, m, begin, x, gradients);
+      });
+    heads.each([&](const Task& t, const Block& m) { end_backward(p, t, m); });
   });
 }
 
