@@ -6,7 +6,6 @@ Every mechanism calls :func:`matrix`, :func:`scan` or :func:`selective_scan`; no
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,10 +16,11 @@ from linattn import _checks, registry
 from linattn.backends._protocol import (
     AverageInputs,
     Backend,
+    Divisor,
     MatrixInputs,
     Request,
     SelectiveInputs,
-    SumInputs,
+    Stabilized,
     state_dtype,
 )
 from linattn.backends.chunked import Chunked
@@ -164,7 +164,9 @@ def matrix(
     b: Tensor | None = None,
     u: Tensor | None = None,
     weight: Tensor | None = None,
-    denominator: Callable[[Tensor], Tensor] | None = None,
+    skip: Tensor | None = None,
+    m: Tensor | None = None,
+    eps: float = EPSILON,
     scale: float | None = None,
     state: Tensor | NormalizedState | None = None,
     cu_seqlens: Tensor | None = None,
@@ -175,9 +177,11 @@ def matrix(
 
     q, k: [B, T, G, K]; v: [B, T, H, V], G divides H; all of one dtype. g: as ``recurrence.decay`` says, any float.
     beta: [B, T, H] with Write.DELTA; a, b: [B, T, H, K] with Write.LOW_RANK; u: [H, K] with a bonus.
-    With a sum normaliser, weight [B, T, H] (any float, on v's device) is what each token's k v^T and k are multiplied
-    by, None being 1, and denominator makes of scale * z^T q [B, T, H], which is float32 (float64 for float64), what the
-    output is divided by, None being max(|z^T q|, 1e-6).
+    weight [B, T, H], skip [H] (any float, on v's device), with additive writes: each token's k v^T is multiplied by
+    weight, None being 1; skip * v is added to the output. With a sum normaliser, no skip, and k in z is multiplied by
+    weight, too; the output is divided by max(|scale * z^T q|, e^{-m}) + eps, m [B, T, H], or by
+    max(|scale * z^T q|, eps) where m is None.
+    The gradient of m is eps's alone (:class:`linattn.backends._protocol.Divisor`).
     scale None is K^-0.5. state: [N, H, K, V] (a NormalizedState with a sum normaliser); N is B, or the number of
     sequences that ``cu_seqlens`` [N+1] packs into one row.
 
@@ -189,25 +193,25 @@ def matrix(
     if recurrence.normalizer is not Normalizer.NONE and state is not None:
         S, z = _normalized_parts(state)
     given = (recurrence, mode, backend, _named(backend))
-    plan = _checks.remembered(_matrix_plan, given, q, k, v, g, beta, a, b, u, weight, S, z, cu_seqlens)
+    plan = _checks.remembered(_matrix_plan, given, q, k, v, g, beta, a, b, u, weight, skip, m, S, z, cu_seqlens)
     engine, form = plan.engine, plan.request.mode
     scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
-    write, read = recurrence.write, recurrence.read
+    inputs = MatrixInputs(q, k, v, g, beta, a, b, u, S, cu_seqlens, scale, recurrence.write, recurrence.read)
     if recurrence.normalizer is Normalizer.NONE:
-        return engine.matrix(MatrixInputs(q, k, v, g, beta, a, b, u, S, cu_seqlens, scale, write, read), form)
-    # Numerator and denominator leave the backend in float32, so that half inputs lose nothing in the ratio.
-    dtype, V, wide = v.dtype, v.shape[-1], state_dtype(v.dtype)
-    q, k, v, w = q.to(wide), k.to(wide), v.to(wide), None if weight is None else weight.to(wide)
-    found = engine.sums(SumInputs(q, k, v, g, w, S, z, cu_seqlens, scale))
-    if found is None:  # the sum of keys is one more value column, of ones
-        v = torch.cat([v, v.new_ones(()).expand(*v.shape[:-1], 1)], -1)
-        v = v if w is None else v * w.unsqueeze(-1)
-        S = None if S is None or z is None else torch.cat([S, z.unsqueeze(-1)], -1)
-        o, S = engine.matrix(MatrixInputs(q, k, v, g, beta, a, b, u, S, cu_seqlens, scale, write, read), form)
-        found = o[..., :V], o[..., V], S[..., :V], S[..., V]
-    o, zq, S, z = found
-    o = o / (zq.abs().clamp_min(EPSILON) if denominator is None else denominator(zq)).unsqueeze(-1)
-    return o.to(dtype), NormalizedState(S, z)
+        if weight is None and skip is None:
+            return engine.matrix(inputs, form)
+        if engine.weighs(recurrence) and scale:
+            return engine.matrix(inputs._replace(beta=weight, u=skip), form)
+        if weight is not None:
+            wide = weight.to(torch.promote_types(weight.dtype, state_dtype(v.dtype)))
+            inputs = inputs._replace(v=(v * wide.unsqueeze(-1)).to(v.dtype))
+        o, S = engine.matrix(inputs, form)
+        if skip is not None:
+            wide = skip.to(torch.promote_types(skip.dtype, state_dtype(v.dtype)))
+            o = o + (wide.unsqueeze(-1) * v).to(v.dtype)
+        return o, S
+    o, S, z = engine.normalized(inputs, Divisor(weight, z, m, eps), form)
+    return o, NormalizedState(S, z)
 
 
 def _normalized_parts(state: Tensor | NormalizedState) -> NormalizedState:
@@ -219,7 +223,8 @@ def _normalized_parts(state: Tensor | NormalizedState) -> NormalizedState:
 def _matrix_plan(
     recurrence: Recurrence, mode: str, backend: str, known: tuple[Backend, ...], q: Tensor, k: Tensor, v: Tensor,
     g: Tensor | None, beta: Tensor | None, a: Tensor | None, b: Tensor | None, u: Tensor | None,
-    weight: Tensor | None, S: Tensor | None, z: Tensor | None, cu_seqlens: Tensor | None,
+    weight: Tensor | None, skip: Tensor | None, m: Tensor | None, S: Tensor | None, z: Tensor | None,
+    cu_seqlens: Tensor | None,
 ) -> _Plan:  # fmt: skip
     """The checks of :func:`matrix`."""
     if recurrence.engine is not Engine.MATRIX:
@@ -238,7 +243,9 @@ def _matrix_plan(
         ("a", a, "B T H K", low_rank),
         ("b", b, "B T H K", low_rank),
         ("u", u, "H K", recurrence.bonus),
-        ("weight", weight, "B T H", normalized and weight is not None),
+        ("weight", weight, "B T H", recurrence.write is Write.ADDITIVE and weight is not None),
+        ("skip", skip, "H", recurrence.write is Write.ADDITIVE and not normalized and skip is not None),
+        ("m", m, "B T H", normalized and m is not None),
     )
     for name, value, dims, wanted in table:
         if (value is not None) != wanted:
@@ -255,7 +262,7 @@ def _matrix_plan(
     if z is not None:
         _checks.tensor("state.z", z, "N H K", sizes, state_dtype(v.dtype))
     tensors = {"v": v, "q": q, "k": k, "g": g, "beta": beta, "a": a, "b": b, "u": u, "state": S, "state.z": z}
-    _checks.same_device(tensors | {"cu_seqlens": cu_seqlens})
+    _checks.same_device(tensors | {"weight": weight, "skip": skip, "cu_seqlens": cu_seqlens})
     return _plan(backend, known, Request(v.device, v.dtype, _form(mode), recurrence, K, V))
 
 
@@ -293,6 +300,18 @@ def average(
     """
     plan = _checks.remembered(_scan_plan, (mode, backend, _named(backend)), v, g, None, cu_seqlens)
     return plan.engine.average(AverageInputs(k, v, g, u, state, cu_seqlens), plan.request.mode)
+
+
+def stabilized(
+    f: Tensor, i: Tensor, m: Tensor | None, cu_seqlens: Tensor | None, backend: str = "auto"
+) -> Stabilized | None:
+    """The running maximum of exponential gates (:func:`linattn.layers.exponential_gate.stabilize`, which checks its
+    tensors) by the first backend here that has a kernel for it; None if none has.
+    """
+    for engine in _named(backend):
+        if engine.unavailable(i.device) is None and (found := engine.stabilized(f, i, m, cu_seqlens)) is not None:
+            return found
+    return None
 
 
 def _scan_plan(

@@ -5,8 +5,9 @@ node with a known shape.
 
     linattn::matrix_forward   -> output, final state, and what the backward keeps: low-rank writes, states on the way
     linattn::matrix_backward  -> gradients of q, k, v, g, beta, a, b, u, state (empty where the input was absent)
-    linattn::sums_forward     -> output, sums, final state and final sum of keys
-    linattn::sums_backward    -> gradients of q, k, v, g, weight, S, z (empty where the input was absent)
+    linattn::divided_forward  -> divided output, sums, final state and final sum of keys
+    linattn::divided_backward -> gradients of q, k, v, g, state, weight, z, m (empty where the input was absent)
+    linattn::stabilized, linattn::stabilized_backward -> the running maximum of exponential gates
     linattn::scan             -> all elementwise states; its backward is itself, run backwards in time
     linattn::selective_forward, linattn::selective_backward -> the selective scan in the same way
 """
@@ -19,12 +20,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.library import Library
 
 from linattn.backends._protocol import (
+    Divisor,
     MatrixInputs,
     SelectiveInputs,
-    SumInputs,
+    Stabilized,
     check_steps,
     check_values,
     state_dtype,
@@ -112,22 +115,40 @@ class SelectiveKernel(ABC):
         """Gradients, given those of the output and of the final state."""
 
 
-class SumKernel(ABC):
-    """The compute of a backend behind the ops of a recurrence with its sum of keys. It does not look at the gates."""
+class DividedKernel(ABC):
+    """The compute of a backend behind the ops of a divided output. It does not look at the gates."""
 
     @abstractmethod
-    def forward(self, x: SumInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Output, sums, final S and z."""
+    def forward(self, x: MatrixInputs, by: Divisor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Output, sums, final state and final sum of keys."""
 
     @abstractmethod
     def backward(
-        self, x: SumInputs, do: Tensor, ds: Tensor, dS: Tensor | None, dz: Tensor | None, need_g: bool
-    ) -> tuple[Tensor | None, ...]:
-        """Gradients of q, k, v, g, weight, S and z, given those of the four results."""
+        self, x: MatrixInputs, by: Divisor, o: Tensor, s: Tensor, do: Tensor, dS: Tensor | None, dz: Tensor | None,
+        need_g: bool,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        """Gradients of q, k, v, g, the state, weight, z and m, given output and sums, and the gradients of output,
+        final state and final sum of keys."""
+
+
+class StabilizingKernel(ABC):
+    """The compute of a backend behind the ops of the running maximum; f, i [B, T, X]."""
+
+    @abstractmethod
+    def forward(self, f: Tensor, i: Tensor, m: Tensor | None, cu_seqlens: Tensor | None) -> Stabilized:
+        """The results."""
+
+    @abstractmethod
+    def backward(
+        self, f: Tensor, i: Tensor, m: Tensor | None, cu_seqlens: Tensor | None, maxima: Tensor, rescale: Tensor,
+        grads: tuple[Tensor | None, ...],
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """Gradients of f, i and m, given the results m and rescale and the gradients of all results."""
 
 
 KERNELS: dict[str, Kernel] = {}
-SUMS: dict[str, SumKernel] = {}
+DIVIDED: dict[str, DividedKernel] = {}
+STABILIZERS: dict[str, StabilizingKernel] = {}
 SCANS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
 """h_t = decay_t * h_{t-1} + x_t for x, decay [B, T, D] and h_{-1} = state [B, D]."""
 SELECTIVE: dict[str, SelectiveKernel] = {}
@@ -152,14 +173,20 @@ _library.define(
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _ARITY = 10  # tensors among _INPUTS
-_SUMS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? weight, Tensor? S, Tensor? z, Tensor? cu_seqlens, float scale, "
-    "str kernel"
+_DIVIDED = (
+    "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? state, Tensor? cu_seqlens, Tensor? weight, Tensor? z, Tensor? m, "
+    "float scale, float eps, str kernel"
 )
-_library.define(f"sums_forward({_SUMS}) -> (Tensor, Tensor, Tensor, Tensor)")
+_library.define(f"divided_forward({_DIVIDED}) -> (Tensor, Tensor, Tensor, Tensor)")
 _library.define(
-    f"sums_backward(Tensor do, Tensor ds, Tensor? dS, Tensor? dz, {_SUMS}, bool need_g) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"divided_backward(Tensor do, Tensor? dS, Tensor? dz, Tensor o, Tensor s, {_DIVIDED}, bool need_g) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_GATES = "Tensor f, Tensor i, Tensor? m, Tensor? cu_seqlens, str kernel"
+_library.define(f"stabilized({_GATES}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
+_library.define(
+    "stabilized_backward(Tensor? dg, Tensor? dj, Tensor? dm_before, Tensor? dm, Tensor? dfinal, Tensor? drescale, "
+    f"Tensor maxima, Tensor rescale, {_GATES}) -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -296,61 +323,107 @@ def _selective_gradient(ctx: Any, dy: Tensor | None, dh: Tensor | None, *_: None
     return (*(grad if need else None for grad, need in zip(grads, ctx.needs_input_grad, strict=False)), *(None,) * 4)
 
 
-def _sums_states(x: SumInputs) -> tuple[Tensor, Tensor]:
-    dtype, N = state_dtype(x.v.dtype), x.v.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
-    H, K, V = x.v.shape[2], x.k.shape[-1], x.v.shape[-1]
-    return x.v.new_empty(N, H, K, V, dtype=dtype), x.v.new_empty(N, H, K, dtype=dtype)
+def _divided_inputs(args: tuple[Any, ...]) -> tuple[MatrixInputs, Divisor, str]:
+    q, k, v, g, state, cu_seqlens, weight, z, m, scale, eps, kernel = args
+    x = MatrixInputs(q, k, v, g, None, None, None, None, state, cu_seqlens, scale, Write.ADDITIVE, Read.AFTER)
+    return x, Divisor(weight, z, m, eps), kernel
 
 
-def _sums_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x = SumInputs(*args[:-1])
+def _divided_arguments(x: MatrixInputs, by: Divisor) -> tuple[Any, ...]:
+    return x.q, x.k, x.v, x.g, x.state, x.cu_seqlens, by.weight, by.z, by.m, x.scale, by.eps
+
+
+def _divided_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x, by, kernel = _divided_inputs(args)
     check_values(None, x.cu_seqlens, x.v.shape[1])
     with torch.autocast(x.v.device.type, enabled=False):
-        return SUMS[args[-1]].forward(x)
+        return DIVIDED[kernel].forward(x, by)
 
 
-def _sums_forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x = SumInputs(*args[:-1])
-    sums = x.v.new_empty(x.v.shape[:-1], dtype=state_dtype(x.v.dtype))
-    return x.v.new_empty(x.v.shape), sums, *_sums_states(x)
+def _divided_forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x, _, _ = _divided_inputs(args)
+    S, sums = _state_like(x), x.v.new_empty(x.v.shape[:-1], dtype=state_dtype(x.v.dtype))
+    return x.v.new_empty(x.v.shape), sums, S, S.new_empty(S.shape[:-1])
 
 
-def _sums_backward(do: Tensor, ds: Tensor, dS: Tensor | None, dz: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-    *inputs, kernel, need_g = args
-    x = SumInputs(*inputs)
+def _divided_backward(
+    do: Tensor, dS: Tensor | None, dz: Tensor | None, o: Tensor, s: Tensor, *args: Any
+) -> tuple[Tensor, ...]:
+    x, by, kernel = _divided_inputs(args[:-1])
     with torch.autocast(x.v.device.type, enabled=False):
-        grads = SUMS[kernel].backward(x, do, ds, dS, dz, need_g)
+        grads = DIVIDED[kernel].backward(x, by, o, s, do, dS, dz, args[-1])
     return tuple(x.v.new_empty(0) if grad is None else grad for grad in grads)
 
 
-def _sums_backward_fake(do: Tensor, ds: Tensor, dS: Tensor | None, dz: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-    *inputs, _, need_g = args
-    x = SumInputs(*inputs)
-    needed = (x.q, x.k, x.v, x.g if need_g else None, x.weight)
-    return (*(x.v.new_empty(0) if t is None else t.new_empty(t.shape) for t in needed), *_sums_states(x))
+def _divided_backward_fake(
+    do: Tensor, dS: Tensor | None, dz: Tensor | None, o: Tensor, s: Tensor, *args: Any
+) -> tuple[Tensor, ...]:
+    x, by, _ = _divided_inputs(args[:-1])
+    S = _state_like(x)
+    needed = (x.q, x.k, x.v, x.g if args[-1] else None, S, by.weight, S[..., 0], by.m)
+    return tuple(x.v.new_empty(0) if t is None else t.new_empty(t.shape) for t in needed)
 
 
-def _sums_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:-2])
-    ctx.rest = inputs[-2:]
+def _divided_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*output[:2], *inputs[:-3])
+    ctx.rest = inputs[-3:]
     ctx.set_materialize_grads(False)
 
 
-def _sums_gradient(
-    ctx: Any, do: Tensor | None, ds: Tensor | None, dS: Tensor | None, dz: Tensor | None
+def _divided_gradient(
+    ctx: Any, do: Tensor | None, _: None, dS: Tensor | None, dz: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    tensors = ctx.saved_tensors
-    v = tensors[2]
-    do = torch.zeros_like(v) if do is None else do
-    ds = v.new_zeros(v.shape[:-1], dtype=state_dtype(v.dtype)) if ds is None else ds
-    grads = torch.ops.linattn.sums_backward(do, ds, dS, dz, *tensors, *ctx.rest, ctx.needs_input_grad[3])
-    wanted = zip(grads, ctx.needs_input_grad, tensors, strict=False)
+    o, s, *tensors = ctx.saved_tensors
+    do = torch.zeros_like(o) if do is None else do
+    need = ctx.needs_input_grad
+    found = torch.ops.linattn.divided_backward(do, dS, dz, o, s, *tensors, *ctx.rest, need[3])
+    grads = [*found[:5], None, *found[5:]]
+    wanted = zip(grads, need, tensors, strict=False)
     return (*(grad if need and given is not None else None for grad, need, given in wanted), *(None,) * 3)
 
 
+def _stabilized(*args: Any) -> Stabilized:
+    *gates, kernel = args
+    check_values(None, gates[3], gates[1].shape[1])
+    return STABILIZERS[kernel].forward(*gates)
+
+
+def _stabilized_fake(
+    f: Tensor, i: Tensor, m: Tensor | None, cu_seqlens: Tensor | None, kernel: str
+) -> tuple[Tensor, ...]:
+    B, T, X = i.shape
+    N, dtype = B if cu_seqlens is None else cu_seqlens.shape[0] - 1, state_dtype(i.dtype)
+    shapes = (((B, T, X), dtype),) * 2 + (((B, T, X), torch.float64),) * 2 + (((N, X), dtype), ((N, X), torch.float64))
+    return tuple(i.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
+
+
+def _stabilized_backward(*args: Any) -> tuple[Tensor, ...]:
+    *grads, maxima, rescale, f, i, m, cu_seqlens, kernel = args
+    df, di, dm = STABILIZERS[kernel].backward(f, i, m, cu_seqlens, maxima, rescale, tuple(grads))
+    return df, di, i.new_empty(0) if dm is None else dm
+
+
+def _stabilized_backward_fake(*args: Any) -> tuple[Tensor, ...]:
+    f, i, m = args[8:11]
+    return f.new_empty(f.shape), i.new_empty(i.shape), i.new_empty(0) if m is None else m.new_empty(m.shape)
+
+
+def _stabilized_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(output[3], output[5], *inputs[:-1])
+    ctx.kernel = inputs[-1]
+    ctx.set_materialize_grads(False)
+
+
+def _stabilized_gradient(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    found = torch.ops.linattn.stabilized_backward(*grads, *ctx.saved_tensors, ctx.kernel)
+    return (*(grad if need else None for grad, need in zip(found, ctx.needs_input_grad, strict=False)), None, None)
+
+
 for _name, _impl, _fake in (
-    ("sums_forward", _sums_forward, _sums_forward_fake),
-    ("sums_backward", _sums_backward, _sums_backward_fake),
+    ("divided_forward", _divided_forward, _divided_forward_fake),
+    ("divided_backward", _divided_backward, _divided_backward_fake),
+    ("stabilized", _stabilized, _stabilized_fake),
+    ("stabilized_backward", _stabilized_backward, _stabilized_backward_fake),
     ("matrix_forward", _forward, _forward_fake),
     ("matrix_backward", _backward, _backward_fake),
     ("scan", _scan, _scan_fake),
@@ -360,7 +433,12 @@ for _name, _impl, _fake in (
     _library.impl(_name, _impl, "CompositeExplicitAutograd")
     torch.library.register_fake(f"linattn::{_name}", _fake, lib=_library)
 torch.library.register_autograd("linattn::matrix_forward", _gradient, setup_context=_setup, lib=_library)
-torch.library.register_autograd("linattn::sums_forward", _sums_gradient, setup_context=_sums_setup, lib=_library)
+torch.library.register_autograd(
+    "linattn::divided_forward", _divided_gradient, setup_context=_divided_setup, lib=_library
+)
+torch.library.register_autograd(
+    "linattn::stabilized", _stabilized_gradient, setup_context=_stabilized_setup, lib=_library
+)
 torch.library.register_autograd("linattn::scan", _scan_gradient, setup_context=_scan_setup, lib=_library)
 
 torch.library.register_autograd(
@@ -398,10 +476,56 @@ def scan(x: Tensor, g: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, 
     return h.to(x.dtype), final
 
 
-def sums(x: SumInputs, kernel: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run ``kernel`` on a recurrence and its sum of keys."""
-    results: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.linattn.sums_forward(*x, kernel)
-    return results
+class _Eagerly(torch.autograd.Function):
+    """A registered op as a node of autograd's alone: torch's dispatcher takes longer than a small kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        *inputs, (run, setup, ctx.gradient) = args
+        output = run(*inputs)
+        setup(ctx, tuple(inputs), output)
+        return tuple(output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return *ctx.gradient(ctx, *grads), None
+
+
+def _run_divided(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x, by, kernel = _divided_inputs(args)
+    return DIVIDED[kernel].forward(x, by)
+
+
+def _run_stabilized(*args: Any) -> Stabilized:
+    return STABILIZERS[args[-1]].forward(*args[:-1])
+
+
+def divided(x: MatrixInputs, by: Divisor, kernel: str, traced: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Run ``kernel`` on a recurrence whose output is divided by its sum of keys, read after the write.
+
+    ``traced``: as an op that torch sees, and that checks the boundaries of packed sequences.
+    """
+    args = (*_divided_arguments(x, by), kernel)
+    if traced:
+        o, _, S, z = torch.ops.linattn.divided_forward(*args)
+    elif torch.is_grad_enabled():
+        o, _, S, z = _Eagerly.apply(*args, (_run_divided, _divided_setup, _divided_gradient))
+    else:
+        o, _, S, z = _run_divided(*args)
+    return o, S, z
+
+
+def stabilized(
+    f: Tensor, i: Tensor, m: Tensor | None, cu_seqlens: Tensor | None, kernel: str, traced: bool
+) -> Stabilized:
+    """Run ``kernel`` on exponential gates; ``traced`` as for :func:`divided`."""
+    args = (f, i, m, cu_seqlens, kernel)
+    if traced:
+        return Stabilized(*torch.ops.linattn.stabilized(*args))
+    if torch.is_grad_enabled():
+        return Stabilized(*_Eagerly.apply(*args, (_run_stabilized, _stabilized_setup, _stabilized_gradient)))
+    return _run_stabilized(*args)
 
 
 def selective(x: SelectiveInputs, mode: str, kernel: str) -> tuple[Tensor, Tensor]:

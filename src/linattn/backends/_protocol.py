@@ -22,10 +22,10 @@ class MatrixInputs(NamedTuple):
     k: Tensor  # [B, T, G, K]
     v: Tensor  # [B, T, H, V]
     g: Tensor | None  # None, [H], [H, K], [B, T, H] or [B, T, H, K]
-    beta: Tensor | None  # [B, T, H], with Write.DELTA
+    beta: Tensor | None  # [B, T, H], with Write.DELTA; where the backend weighs, the weight of an additive write
     a: Tensor | None  # [B, T, H, K], with Write.LOW_RANK
     b: Tensor | None  # [B, T, H, K], with Write.LOW_RANK
-    u: Tensor | None  # [H, K], with Read.BEFORE
+    u: Tensor | None  # [H, K], with Read.BEFORE; where the backend weighs, [H], of v in the output, with Read.AFTER
     state: Tensor | None  # [N, H, K, V]
     cu_seqlens: Tensor | None  # [N + 1]
     scale: float
@@ -33,21 +33,41 @@ class MatrixInputs(NamedTuple):
     read: Read
 
 
-class SumInputs(NamedTuple):
-    """A matrix recurrence with additive writes, a decay of heads or none, read after, and its sum of keys, validated.
+class Divisor(NamedTuple):
+    """What the outputs o of a matrix recurrence with additive writes are divided by: d_t = max(|s_t|, e^{-m_t}) + eps.
 
-    o_t = scale S_t^T q_t and s_t = scale z_t^T q_t with S_t = e^{g_t} S_{t-1} + w_t k_t v_t^T, z_t likewise of w_t k_t.
+    s_t = scale z_t^T q_t of the sum of keys z_t = e^{g_t} z_{t-1} + w_t k_t; S_t then writes w_t k_t v_t^T. Without m
+    the divisor is max(|s_t|, eps). o, s and e^{-m} are thought to share a factor that m sets and that cancels in o / d:
+    m has the gradient of -log e^{-m} with the ratio of the three held, which leaves eps's.
     """
 
-    q: Tensor  # [B, T, G, K]
-    k: Tensor  # [B, T, G, K]
-    v: Tensor  # [B, T, H, V]
-    g: Tensor | None  # None, [H] or [B, T, H]
-    weight: Tensor | None  # [B, T, H], float32
-    S: Tensor | None  # [N, H, K, V]
-    z: Tensor | None  # [N, H, K]
-    cu_seqlens: Tensor | None  # [N + 1]
-    scale: float
+    weight: Tensor | None  # [B, T, H], any float
+    z: Tensor | None  # [N, H, K], the sum to begin with
+    m: Tensor | None  # [B, T, H], any float
+    eps: float
+
+
+class Stabilized(NamedTuple):
+    """h_t = e^{f_t} h_{t-1} + e^{i_t} x_t, written for h̃_t = e^{-m_t} h_t, whose decay and input gate are at most 1.
+
+    g, j: [B, T, X] in the state's dtype, both ≤ 0: h̃_t = e^{g_t} h̃_{t-1} + e^{j_t} x_t.
+    m_before, m: [B, T, X] in float64 (float32 where the device has none): the maximum before and after each token.
+    final: [N, X] in the state's dtype: the maximum to continue from.
+    rescale: [N, X], as exact as m: what the last h̃ must be multiplied by to go with ``final``, which is rounded.
+    """
+
+    g: Tensor
+    j: Tensor
+    m_before: Tensor
+    m: Tensor
+    final: Tensor
+    rescale: Tensor
+
+
+# The maximum of nothing: finite, so that no difference of two maxima is NaN, and a power of two, so that every dtype of
+# a state holds it exactly. Whatever is added to it leaves it as it is.
+EMPTY = -(2.0**100)
+STEEPEST = -1e5  # e to this is 0 in every dtype; clamped to it, sums of decays stay finite
 
 
 class SelectiveInputs(NamedTuple):
@@ -109,14 +129,39 @@ class Backend(ABC):
         """What is asked that this backend can't do on any machine, if anything."""
         return None
 
+    def weighs(self, recurrence: Recurrence) -> bool:
+        """Whether :meth:`matrix` takes weights of additive writes as ``beta``, and a skip connection [H] as ``u``."""
+        return False
+
     @abstractmethod
     def matrix(self, inputs: MatrixInputs, mode: Mode | None) -> tuple[Tensor, Tensor]:
         """Output [B, T, H, V] in v's dtype and final state [N, H, K, V] in :func:`state_dtype`."""
 
-    def sums(self, inputs: SumInputs) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-        """o [B, T, H, V], s [B, T, H], the final S and z. All tensors but the gates are of one :func:`state_dtype`.
+    def normalized(self, inputs: MatrixInputs, by: Divisor, mode: Mode | None) -> tuple[Tensor, Tensor, Tensor]:
+        """o / d [B, T, H, V] in v's dtype, the final S, and the final sum of keys z [N, H, K] in :func:`state_dtype`.
 
-        None where the backend has nothing better than one more value column, of ones.
+        Unless a backend knows better, z is one more value column, of ones, and all is done in :func:`state_dtype`, so
+        that half inputs lose nothing in the ratio.
+        """
+        dtype, V, wide = inputs.v.dtype, inputs.v.shape[-1], state_dtype(inputs.v.dtype)
+        q, k, v = (x.to(wide) for x in inputs[:3])
+        v = torch.cat([v, v.new_ones(()).expand(*v.shape[:-1], 1)], -1)
+        v = v if by.weight is None else v * by.weight.to(wide).unsqueeze(-1)
+        S = None if inputs.state is None or by.z is None else torch.cat([inputs.state, by.z.unsqueeze(-1)], -1)
+        o, S = self.matrix(inputs._replace(q=q, k=k, v=v, state=S), mode)
+        o, size = o[..., :V], o[..., V].abs()
+        if by.m is None:
+            d = size.clamp_min(by.eps)
+        else:
+            m = by.m.detach()
+            # Only by eps the result depends on m itself; its gradient is that of a factor of 1.
+            d = torch.maximum(size, (-m).exp().to(wide)) + (by.eps * (by.m - m).exp()).to(wide)
+        return (o / d.unsqueeze(-1)).to(dtype), S[..., :V], S[..., V]
+
+    def stabilized(self, f: Tensor, i: Tensor, m: Tensor | None, cu_seqlens: Tensor | None) -> Stabilized | None:
+        """f, i [B, T, X], m [N, X]: as :func:`linattn.layers.exponential_gate.stabilize` says, in values and gradients.
+
+        None where the backend has nothing better than torch's operations.
         """
         return None
 

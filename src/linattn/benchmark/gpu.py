@@ -421,7 +421,8 @@ def trials(cases: list[Case], peers: Mapping[str, tuple[Peer, ...]], seconds: fl
         left = max(1.0, deadline - time.monotonic())
         return alone(case, peer, left, FLA_CACHE_RESULTS="0")  # settings chosen on a busy GPU are not to be kept
 
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) - 2)) as pool:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+    with ThreadPoolExecutor(max(1, cores - 2)) as pool:
         found = list(pool.map(attempted, pairs))
     for (case, peer), result in zip(pairs, found, strict=True):
         took = result if isinstance(result, str) else f"ready after {result:.0f} s"

@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from linattn import _checks
-from linattn.backends._protocol import state_dtype
+from linattn import _checks, engine
+from linattn.backends._protocol import EMPTY, STEEPEST, Stabilized, state_dtype
 from linattn.layers.sequences import sequence_of_token
 
-# The maximum of nothing: finite, so that no difference of two maxima is NaN, and a power of two, so that every dtype of
-# a state holds it exactly. Whatever is added to it leaves it as it is.
-EMPTY = -(2.0**100)
-STEEPEST = -1e5  # e to this is 0 in every dtype; clamped to it, sums of decays stay finite
 
-
-class Stabilized(NamedTuple):
-    """h_t = e^{f_t} h_{t-1} + e^{i_t} x_t, written for h̃_t = e^{-m_t} h_t, whose decay and input gate are at most 1.
-
-    g, j: [B, T, X] in the state's dtype, both ≤ 0: h̃_t = e^{g_t} h̃_{t-1} + e^{j_t} x_t.
-    m_before, m: [B, T, X] in float64 (float32 where the device has none): the maximum before and after each token.
-    final: [N, X] in the state's dtype: the maximum to continue from.
-    rescale: [N, X], as exact as m: what the last h̃ must be multiplied by to go with ``final``, which is rounded.
-    """
-
-    g: Tensor
-    j: Tensor
-    m_before: Tensor
-    m: Tensor
-    final: Tensor
-    rescale: Tensor
-
-
-def stabilize(f: Tensor, i: Tensor, m: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Stabilized:
+def stabilize(
+    f: Tensor, i: Tensor, m: Tensor | None = None, cu_seqlens: Tensor | None = None, backend: str = "auto"
+) -> Stabilized:
     """m_t = max(f_t + m_{t-1}, i_t);  g_t = f_t + m_{t-1} - m_t ≤ 0;  j_t = i_t - m_t ≤ 0.
 
     Args:
@@ -42,6 +20,7 @@ def stabilize(f: Tensor, i: Tensor, m: Tensor | None = None, cu_seqlens: Tensor 
         i: [B, T, X], natural log of the input gate: any number, or -inf for no input, as at padding.
         m: [N, X], ``final`` of what was read before; None or EMPTY is nothing.
         cu_seqlens: [N+1], the boundaries of packed sequences (B = 1).
+        backend: whose kernel may do it, where it has one.
 
     Before the first input there is nothing: ``m_before`` is EMPTY, so that e^{m_before} is 0, and g is 0, for any decay
     of a state of zero will do. There is no loop over tokens: with F the running sum of f in float64, m_t is F_t plus
@@ -60,19 +39,21 @@ def stabilize(f: Tensor, i: Tensor, m: Tensor | None = None, cu_seqlens: Tensor 
     if f.device.type == "cpu" and not torch.compiler.is_compiling():
         _checks.log_decay(f, "f")
     B, T, X = i.shape
-    dtype, exact = state_dtype(i.dtype), torch.float32 if i.device.type == "mps" else torch.float64
-    f, i = f.to(exact).expand(B, T, X), i.to(exact)
     if cu_seqlens is not None:
         _checks.cu_seqlens_form(cu_seqlens, B)
         if not torch.compiler.is_compiling():
             _checks.boundaries(cu_seqlens, T)
     sizes["N"] = B if cu_seqlens is None else len(cu_seqlens) - 1
-    if m is None:
-        start = i.new_full((sizes["N"], X), EMPTY)
-    else:
+    if m is not None:
         _checks.tensor("m", m, "N X", sizes)
-        start = m.to(exact).clamp(min=EMPTY)
+    f = f.expand(B, T, X)
+    found = engine.stabilized(f, i, m, cu_seqlens, backend)
+    if found is not None:
+        return found
 
+    dtype, exact = state_dtype(i.dtype), torch.float32 if i.device.type == "mps" else torch.float64
+    f, i = f.to(exact), i.to(exact)
+    start = i.new_full((sizes["N"], X), EMPTY) if m is None else m.to(exact).clamp(min=EMPTY)
     F = f.clamp(min=STEEPEST).cumsum(1)
     # A NaN is no maximum: it spoils its own input and what follows from it, not the gates of others.
     over = i.nan_to_num(nan=-torch.inf, neginf=-torch.inf) - F

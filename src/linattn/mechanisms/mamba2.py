@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from linattn import _checks, engine
 from linattn.layers.convolution import ShortConvolution
-from linattn.layers.mixer import Mixer, log_rates, mask_gate, no_weight_decay, time_step_bias
+from linattn.layers.linear import Linear
+from linattn.layers.mixer import Mixer, log_rates, mask_gate, no_weight_decay, time_step_bias, time_steps
 from linattn.layers.norms import RMSNorm, promote
 from linattn.layers.sizes import default_heads, divide
 from linattn.recurrence import Argument, Decay, Domain, Recurrence
@@ -57,21 +57,27 @@ def mamba2(
     Returns y [B, T, H, V] in x's dtype and the final state [N, H, K, V].
     Raises ValueError naming the argument that does not fit. Source: arXiv 2405.21060.
     """
-    v, g, skip = discretise(x, dt, A, B, C, D)
-    y, S = engine.matrix(
-        RECURRENCE, C, B, v, g=g, scale=scale, state=state, cu_seqlens=cu_seqlens, mode=mode, backend=backend
-    )
-    return y if skip is None else y + skip, S  # type: ignore[return-value]
+    step, g = _discretised(x, dt, A, B, C, D)
+    return engine.matrix(  # type: ignore[return-value]
+        RECURRENCE, C, B, x, g=g, weight=step, skip=D, scale=scale, state=state, cu_seqlens=cu_seqlens, mode=mode,
+        backend=backend,
+    )  # fmt: skip
 
 
 def discretise(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The arguments of :func:`mamba2`, checked -> values dt x in x's dtype, log-decays dt A, and the skip D x."""
+    step, g = _discretised(x, dt, A, B, C, D)
+    skip = None if D is None else (D.to(step.dtype).unsqueeze(-1) * x).to(x.dtype)
+    return (x * step.unsqueeze(-1)).to(x.dtype), g, skip
+
+
+def _discretised(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The arguments of :func:`mamba2`, checked -> steps, which are the weights of writes, and log-decays."""
     _checks.remembered(_check, (), x, dt, A, B, C, D)
     step = dt.to(torch.promote_types(dt.dtype, torch.float32))
-    skip = None if D is None else (D.to(step.dtype).unsqueeze(-1) * x).to(x.dtype)
-    return (x * step.unsqueeze(-1)).to(x.dtype), step * A.to(step.dtype), skip
+    return step, step * A.to(step.dtype)
 
 
 def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None) -> None:
@@ -138,13 +144,13 @@ class Mamba2(Mixer):
         groups = num_groups * d_state
         self.sizes = (inner, inner + 2 * groups, self.num_heads)
         self.conv_sizes = (inner, groups, groups)
-        self.in_proj = nn.Linear(d_model, sum(self.sizes), bias=False)
+        self.in_proj = Linear(d_model, sum(self.sizes), bias=False)
         self.conv1d = ShortConvolution(inner + 2 * groups, conv_size, bias=True)
         self.A_log = log_rates(self.num_heads, 1)
         self.dt_bias = no_weight_decay(time_step_bias(self.num_heads))
         self.D = no_weight_decay(torch.ones(self.num_heads))
         self.norm = RMSNorm(inner, eps=norm_eps, groups=num_groups, gate_first=True)
-        self.out_proj = nn.Linear(inner, d_model, bias=False)
+        self.out_proj = Linear(inner, d_model, bias=False)
 
     def mix(
         self, x: Tensor, state: Any, mask: Tensor | None, cu_seqlens: Tensor | None, mode: str, backend: str
@@ -153,7 +159,7 @@ class Mamba2(Mixer):
         z, xBC, dt = self.in_proj(x).split(self.sizes, dim=-1)
         xBC, tail = self.conv1d(xBC, tail, mask=mask, cu_seqlens=cu_seqlens)
         u, B, C = xBC.split(self.conv_sizes, dim=-1)
-        dt = mask_gate(F.softplus(promote(dt) + self.dt_bias), mask)
+        dt = mask_gate(time_steps(dt, self.dt_bias), mask)
         y, recurrent = self.recur(
             x, u.unflatten(-1, (self.num_heads, -1)), dt, -promote(self.A_log).exp(),
             B.unflatten(-1, (-1, self.d_state)), C.unflatten(-1, (-1, self.d_state)),

@@ -17,9 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linattn import _checks, engine
+from linattn.backends._protocol import state_dtype
 from linattn.engine import NormalizedState
 from linattn.layers.exponential_gate import stabilize
 from linattn.layers.group_norm import GroupNorm
+from linattn.layers.linear import Linear, linear
 from linattn.layers.mixer import Mixer, mask_gate, no_weight_decay
 from linattn.layers.norms import promote
 from linattn.layers.sizes import default_heads, divide
@@ -77,7 +79,7 @@ def mlstm(
         _checks.cu_seqlens_form(cu_seqlens, v.shape[0])
     _checks.same_device({"v": v, "i": i, "f": f, "cu_seqlens": cu_seqlens})
     options: dict[str, Any] = {"scale": scale, "cu_seqlens": cu_seqlens, "mode": mode, "backend": backend}
-    dtype = torch.promote_types(v.dtype, torch.float32)
+    dtype = state_dtype(v.dtype)
     if not normalize:
         v = (v * i.to(dtype).exp().unsqueeze(-1)).to(v.dtype)
         return engine.matrix(PLAIN, q, k, v, g=f, state=state, **options)  # type: ignore[return-value, arg-type]
@@ -91,20 +93,11 @@ def mlstm(
         before, m = NormalizedState(*state[:2]), state[2]
     else:
         raise _checks.fail("state", type(state).__name__, "an MLSTMState(C, n, m)")
-    s = stabilize(f, i.to(dtype), m, cu_seqlens)
-    least = (-s.m.detach()).exp()
-    # Only here the result depends on m itself; its gradient is that of a factor of 1.
-    least_of_all = eps * (s.m - s.m.detach()).exp()
-
-    def denominator(nq: Tensor) -> Tensor:
-        return torch.maximum(nq.abs(), least.to(nq.dtype)) + least_of_all.to(nq.dtype)
-
-    h, after = engine.matrix(
-        RECURRENCE, q, k, v, g=s.g, weight=s.j.exp(), denominator=denominator, state=before, **options
-    )
+    s = stabilize(f, i if state_dtype(i.dtype) == dtype else i.to(dtype), m, cu_seqlens, backend)
+    h, after = engine.matrix(RECURRENCE, q, k, v, g=s.g, weight=s.j.exp(), m=s.m, eps=eps, state=before, **options)
     assert isinstance(after, NormalizedState)
-    S, z = after.S * s.rescale[..., None, None], after.z * s.rescale[..., None]
-    return h, MLSTMState(S.to(after.S.dtype), z.to(after.z.dtype), s.final)
+    rescale = s.rescale.to(dtype)
+    return h, MLSTMState(after.S * rescale[..., None, None], after.z * rescale[..., None], s.final)
 
 
 class MLSTMLayerState(NamedTuple):
@@ -158,19 +151,19 @@ class MLSTM(Mixer):
         _checks.one_of("input_gate", input_gate, ("exponential", "sigmoid"))
         self.input_gate, self.gate_soft_cap, self.eps = input_gate, gate_soft_cap, eps
         self.sizes = (key_dim, key_dim, value_dim, value_dim)
-        self.in_proj = nn.Linear(d_model, sum(self.sizes), bias=False)
+        self.in_proj = Linear(d_model, sum(self.sizes), bias=False)
         self.gate_weight = nn.Parameter(torch.zeros(2 * num_heads, d_model))  # of i, then of f
         bias = torch.cat([torch.full((num_heads,), -10.0), torch.linspace(3, 6, num_heads)])
         self.gate_bias = no_weight_decay(bias)
         self.norm = GroupNorm(num_heads, self.head_v_dim, eps=norm_eps, bias=False)
-        self.out_proj = nn.Linear(value_dim, d_model, bias=False)
+        self.out_proj = Linear(value_dim, d_model, bias=False)
 
     def mix(
         self, x: Tensor, state: Any, mask: Tensor | None, cu_seqlens: Tensor | None, mode: str, backend: str
     ) -> tuple[Tensor, MLSTMLayerState]:
         q, k, v, z = self.in_proj(x).split(self.sizes, dim=-1)
         q, k, v = (t.unflatten(-1, (self.num_heads, -1)) for t in (q, k, v))
-        gates = promote(F.linear(x, self.gate_weight, self.gate_bias))
+        gates = promote(linear(x, self.gate_weight, self.gate_bias))
         if self.gate_soft_cap is not None:
             gates = self.gate_soft_cap * torch.tanh(gates / self.gate_soft_cap)
         i, f = gates.chunk(2, dim=-1)

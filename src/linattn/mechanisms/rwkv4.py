@@ -12,10 +12,11 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from linattn import _checks, engine
 from linattn.layers.exponential_gate import stabilize
+from linattn.layers.linear import Linear
 from linattn.layers.mixer import Mixer, mask_gate, no_weight_decay
 from linattn.layers.norms import promote
 from linattn.layers.rwkv import block, decay_start, depth, start
@@ -80,7 +81,7 @@ def rwkv4(
     fused = engine.average(k, v, g, u, state=state, cu_seqlens=cu_seqlens, mode=mode, backend=backend)
     if fused is not None:
         return fused[0], RWKV4State(*fused[1])
-    stable = stabilize(g, k, m, cu_seqlens)
+    stable = stabilize(g, k, m, cu_seqlens, backend)
     weight, value = stable.j.exp(), promote(v)
     written = torch.cat([weight * value, weight], -1)
     h, end = engine.scan(
@@ -121,7 +122,7 @@ class RWKV4(Mixer):
         self.time_decay = no_weight_decay(decay_start(d_model, -5, 3, deep))
         zigzag = 0.5 * ((torch.arange(d_model) + 1) % 3 - 1)
         self.time_bonus = no_weight_decay(math.log(0.3) + zigzag)
-        self.receptance, self.key, self.value, self.output = (nn.Linear(d_model, d_model, bias=False) for _ in range(4))
+        self.receptance, self.key, self.value, self.output = (Linear(d_model, d_model, bias=False) for _ in range(4))
         start((self.receptance, 0), (self.key, 0), (self.value, 1), (self.output, 0))
 
     def mix(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -33,16 +34,24 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> triton.Triton:
         ({"recurrence": Recurrence(write=Write.DELTA)}, "write='delta'"),
         ({"recurrence": Recurrence(Engine.SCAN, Decay.TOKEN_CHANNEL)}, "elementwise states"),
         ({"key_size": 257}, "key size ends at 256 for torch.bfloat16, this is 257"),
+        ({"dtype": torch.float32, "key_size": 256}, "key size ends at 128 for torch.float32, this is 256"),
+        ({"value_size": 300}, "value sizes above 256 for torch.bfloat16 are multiples of 64, this is 300"),
         (
-            {"recurrence": Recurrence(normalizer=Normalizer.SUM), "value_size": 129},
-            "128 for torch.float32",
+            {"recurrence": Recurrence(decay=Decay.CHANNEL, normalizer=Normalizer.SUM)},
+            "a sum normaliser with this decay",
         ),
-        ({"value_size": 512}, "value size ends at 256 for torch.bfloat16, this is 512"),
     ],
 )
 def test_refusals_say_why(hopper: triton.Triton, change: dict[str, object], reason: str) -> None:
     assert hopper.refuses(PLAIN) is None
     assert reason in (hopper.refuses(PLAIN._replace(**change)) or "")
+
+
+@pytest.mark.parametrize("normalizer", list(Normalizer))
+@pytest.mark.parametrize(("dtype", "K", "V"), [(torch.bfloat16, 256, 1024), (torch.float32, 128, 704)], ids=str)
+def test_takes_large_values(hopper: triton.Triton, normalizer: Normalizer, dtype: torch.dtype, K: int, V: int) -> None:
+    recurrence = Recurrence(decay=Decay.TOKEN_HEAD, normalizer=normalizer)
+    assert hopper.refuses(Request(PLAIN.device, dtype, None, recurrence, K, V)) is None
 
 
 def test_refuses_without_triton_or_a_checked_gpu(hopper: triton.Triton, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,3 +73,31 @@ def test_comes_first_and_is_refused_on_the_cpu_by_name() -> None:
 def test_importing_linattn_does_not_load_the_kernels() -> None:
     code = "import linattn, sys; sys.exit('linattn.backends.triton.kernels' in sys.modules)"
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", code]).returncode == 0
+
+
+def test_a_first_call_compiles_what_it_and_its_backward_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything runs, and once; with other gradients wanted, once more."""
+    pytest.importorskip("triton")
+    from linattn.backends.triton import launch
+    from linattn.benchmark.launches import draw
+
+    launches: list[tuple[str, bool]] = []
+
+    def record(kernel: Any, *rest: Any) -> None:
+        launches.append((kernel.__name__, launch._compiling.get()))
+
+    monkeypatch.setattr(launch, "_GPU", True)
+    monkeypatch.setattr(launch, "_launch", record)
+    monkeypatch.setattr(launch, "_met", set())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    sizes = {"B": 1, "T": 64, "H": 1, "K": 16, "V": 16}
+    x, do, _ = draw(Decay.TOKEN_HEAD, torch.bfloat16, sizes, device="meta")
+    launch.forward(x, (True, False))
+    launch.backward(x, do, None, True, False)
+    compiled, launched = ([name for name, ahead in launches if ahead is which] for which in (True, False))
+    assert compiled == launched == [*["sweep"] * 4, "gate_gradient"]
+    launch.forward(x, (True, False))
+    assert launches[-1] == ("sweep", False)
+    assert len(launches) == 11
+    launch.forward(x)
+    assert [ahead for _, ahead in launches[11:]] == [True, False]

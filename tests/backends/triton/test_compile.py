@@ -25,8 +25,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from linattn.backends import triton as backend
-from linattn.backends._boundary import SUMS
-from linattn.backends._protocol import SumInputs
+from linattn.backends._boundary import DIVIDED
+from linattn.backends._protocol import Divisor, Stabilized
 from linattn.backends.triton import LARGEST, launch
 from linattn.benchmark.launches import Launch, draw, recorded
 from linattn.recurrence import Decay, Read
@@ -44,7 +44,13 @@ SPILL = {
     torch.float16: {64: 1024, 128: 2560},
     torch.float32: {64: 1536, 128: 3584},
 }
-POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int32: "*i32",
+}
 READS = {
     "after": (Read.AFTER, False),
     "before": (Read.BEFORE, False),
@@ -64,11 +70,11 @@ def launches(decay: Decay, read: str, dtype: torch.dtype, size: int) -> Iterator
             sizes = {"B": 1, "T": length, "H": 16, "K": size, "V": size}
             x, do, dS = draw(decay, dtype, sizes, device="meta", read=when, bonus=bonus)
             if read == "sum":
-                z, weight = torch.empty_like(x.state[..., 0]), torch.empty_like(x.v[..., 0])
-                sums = SumInputs(*x[:4], weight, x.state, z, None, x.scale)
-                SUMS["triton"].forward(sums)
+                z, weight = x.state[..., 0].contiguous(), torch.empty_like(x.v[..., 0], dtype=torch.float32)
+                by = Divisor(weight, z, weight, 1e-6)
+                o, s, _, _ = DIVIDED["triton"].forward(x, by)
                 if length > 1:
-                    SUMS["triton"].backward(sums, do, weight, dS, z, x.g is not None)
+                    DIVIDED["triton"].backward(x, by, o, s, do, dS, z, x.g is not None)
                 continue
             backend._run(x)
             if length > 1:
@@ -130,7 +136,7 @@ FEW = [
     ("sm_90", Decay.NONE, "after", torch.bfloat16, 128, 3),
     ("sm_90", Decay.TOKEN_HEAD, "after", torch.bfloat16, 128, 4),
     ("sm_90", Decay.TOKEN_CHANNEL, "after", torch.bfloat16, 128, 4),
-    ("sm_90", Decay.NONE, "sum", torch.float32, 64, 1),
+    ("sm_90", Decay.TOKEN_HEAD, "sum", torch.bfloat16, 256, 1),
     ("sm_80", Decay.TOKEN_HEAD, "after", torch.bfloat16, 64, 2),
     ("sm_100", Decay.NONE, "after", torch.bfloat16, 64, 2),
     ("gfx942", Decay.NONE, "after", torch.bfloat16, 64, 2),
@@ -141,7 +147,7 @@ ALL = [
     for name, decay, read, dtype in itertools.product(TARGETS, Decay, READS, SPILL)
     for size in SPILL[dtype]
     if name != "gfx942" or (size == 64 and dtype == torch.bfloat16)
-    if read != "sum" or (dtype == torch.float32 and decay not in (Decay.CHANNEL, Decay.TOKEN_CHANNEL))
+    if read != "sum" or decay not in (Decay.CHANNEL, Decay.TOKEN_CHANNEL)
 ]
 
 
@@ -154,6 +160,18 @@ def test_settings_fit(
 ) -> None:
     for each in itertools.islice(launches(decay, read, dtype, size), few):
         check(each, name, dtype, size, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [1, 4096])
+def test_the_running_maximum_fits(length: int, tmp_path: Path) -> None:
+    gates = torch.empty(8, length, 16, device="meta")
+    state = torch.empty(8, 16, device="meta")
+    with recorded(run=False) as found:
+        s = launch.stabilize(gates, gates, state, None)
+        launch.stabilize_gradient(gates, gates, state, None, s.m, s.rescale, tuple(Stabilized(*s)))
+    for each in found:
+        check(each, "sm_90", torch.bfloat16, 64, tmp_path)
 
 
 def test_every_size_has_a_bound() -> None:

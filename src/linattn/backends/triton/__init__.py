@@ -15,13 +15,25 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from linattn import _checks
-from linattn.backends import _boundary
-from linattn.backends._boundary import KERNELS, SUMS, Grads, Kernel, Saved, SumKernel
-from linattn.backends._protocol import Backend, MatrixInputs, Request, SumInputs
-from linattn.backends.triton.table import MEASURED
-from linattn.recurrence import Decay, Engine, Mode, Normalizer, Read, Write
+from linattn.backends import _boundary, _fused
+from linattn.backends._boundary import (
+    DIVIDED,
+    KERNELS,
+    STABILIZERS,
+    DividedKernel,
+    Grads,
+    Kernel,
+    Saved,
+    StabilizingKernel,
+)
+from linattn.backends._protocol import Backend, Divisor, MatrixInputs, Request, Stabilized, repeat_heads
+from linattn.backends.triton import fused
+from linattn.backends.triton.table import MEASURED, WALKED
+from linattn.recurrence import Decay, Engine, Mode, Normalizer, Read, Recurrence, Write
 
+# Of keys; larger values are cut into pieces of at most this, and of at least PIECE.
 LARGEST = {torch.bfloat16: 256, torch.float16: 128, torch.float32: 128}
+PIECE = 64
 _INSTALLED = importlib.util.find_spec("triton") is not None  # here, as torch.compile traces no cached function
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run in Python on the CPU, for tests
 
@@ -38,10 +50,10 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
     return _capabilities[device]
 
 
-def _run(x: MatrixInputs) -> tuple[Tensor, Tensor]:
+def _run(x: MatrixInputs, grads: tuple[bool, bool] | None = None) -> tuple[Tensor, Tensor]:
     from linattn.backends.triton import launch
 
-    return launch.tokens(x) if launch.walks(x) else launch.forward(x)
+    return launch.tokens(x) if launch.walks(x) else launch.forward(x, grads)
 
 
 class _Eager(torch.autograd.Function):
@@ -53,7 +65,8 @@ class _Eager(torch.autograd.Function):
         ctx.save_for_backward(*x[:10])
         ctx.rest = x[10:]
         ctx.set_materialize_grads(False)
-        return _run(x)
+        needs = ctx.needs_input_grad
+        return _run(x, (needs[3], needs[8]) if any(needs) else None)
 
     @staticmethod
     @once_differentiable
@@ -76,7 +89,7 @@ class _Sweeps(Kernel):
         return [0], [0]
 
     def forward(self, x: MatrixInputs, ends: list[int] | None, mode: str, save: bool) -> tuple[Tensor, Tensor, Saved]:
-        o, S = _run(x)
+        o, S = _run(x, (x.g is not None, x.state is not None) if save else None)
         nothing = x.v.new_empty(0, dtype=torch.float32)
         return o, S, Saved(nothing, nothing.clone())
 
@@ -88,24 +101,70 @@ class _Sweeps(Kernel):
         return launch.backward(x, do, dS, need_g)
 
 
-class _Sums(SumKernel):
-    def forward(self, x: SumInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+class _Divided(DividedKernel):
+    def forward(self, x: MatrixInputs, by: Divisor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         from linattn.backends.triton import launch
 
-        return launch.token_sums(x) if launch.walks(x) else launch.forward_sums(x)
+        if launch.walks(x):
+            return launch.tokens_divided(x, by)
+        training = any(isinstance(t, Tensor) and t.requires_grad for t in (*x, *by))
+        return launch.forward_divided(x, by, training)
 
     def backward(
-        self, x: SumInputs, do: Tensor, ds: Tensor, dS: Tensor | None, dz: Tensor | None, need_g: bool
-    ) -> tuple[Tensor | None, ...]:
+        self, x: MatrixInputs, by: Divisor, o: Tensor, s: Tensor, do: Tensor, dS: Tensor | None, dz: Tensor | None,
+        need_g: bool,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         from linattn.backends.triton import launch
 
-        return launch.backward_sums(x, do, ds, dS, dz, need_g)
+        return launch.backward_divided(x, by, o, s, do, dS, dz, need_g)
 
 
-def _transformed(x: MatrixInputs | SumInputs) -> bool:
-    """Whether torch must see an op: tensor subclasses (fake ones, for example), torch.func, dispatch modes."""
+class _Stabilizing(StabilizingKernel):
+    def forward(self, f: Tensor, i: Tensor, m: Tensor | None, cu_seqlens: Tensor | None) -> Stabilized:
+        from linattn.backends.triton import launch
+
+        return launch.stabilize(f, i, m, cu_seqlens)
+
+    def backward(
+        self, f: Tensor, i: Tensor, m: Tensor | None, cu_seqlens: Tensor | None, maxima: Tensor, rescale: Tensor,
+        grads: tuple[Tensor | None, ...],
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        from linattn.backends.triton import launch
+
+        return launch.stabilize_gradient(f, i, m, cu_seqlens, maxima, rescale, grads)
+
+
+def _pieces(x: MatrixInputs) -> int:
+    """How many heads each value head is run as, as values do not know of each other; walked tokens need none."""
+    T, V, largest = x.v.shape[1], x.v.shape[-1], LARGEST[x.v.dtype]
+    if largest >= V or (T <= WALKED and not torch.is_grad_enabled()):
+        return 1
+    return next(n for n in range(-(-V // largest), V + 1) if V % n == 0)
+
+
+def _split(x: MatrixInputs, n: int) -> MatrixInputs:
+    """Each value head as n heads, which share queries, keys and gates."""
+    H = x.v.shape[2] * n
+    g = None if x.g is None else repeat_heads(x.g, H, 0 if x.g.dim() < 3 else 2)
+    S = None if x.state is None else x.state.unflatten(3, (n, -1)).transpose(2, 3).flatten(1, 2)
+    v, beta, u = x.v.unflatten(3, (n, -1)).flatten(2, 3), _repeated(x.beta, H, 2), _repeated(x.u, H, 0)
+    return x._replace(v=v, g=g, beta=beta, u=u, state=S)
+
+
+def _joined(o: Tensor, S: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Output and state of the heads that :func:`_split` came from."""
+    return o.unflatten(2, (-1, n)).flatten(3), S.unflatten(1, (-1, n)).transpose(2, 3).flatten(3)
+
+
+def _repeated(x: Tensor | None, heads: int, dim: int) -> Tensor | None:
+    return None if x is None else repeat_heads(x, heads, dim)
+
+
+def _traced(x: Tensor) -> bool:
+    """Whether torch must see an op: in torch.compile, tensor subclasses (as fake ones), torch.func, dispatch modes."""
     return (
-        type(x.v) is not Tensor
+        torch.compiler.is_compiling()
+        or type(x) is not Tensor
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
     )
@@ -145,31 +204,50 @@ class Triton(Backend):
             return f"it runs mode='chunkwise' only, not {request.mode.value!r}"
         if recurrence.normalizer is Normalizer.SUM and not _sums_of(recurrence.decay, recurrence.read):
             return "it has no kernel for a sum normaliser with this decay and order of reading"
-        # the engine divides by a sum in float32, whatever the inputs are
-        dtype = torch.float32 if recurrence.normalizer is Normalizer.SUM else request.dtype
-        for what, size in (("key", request.key_size), ("value", request.value_size)):
-            if size is not None and size > LARGEST[dtype]:
-                return f"its {what} size ends at {LARGEST[dtype]} for {dtype}, this is {size}"
+        largest, keys, values = LARGEST[request.dtype], request.key_size or 0, request.value_size or 0
+        if keys > largest:
+            return f"its key size ends at {largest} for {request.dtype}, this is {keys}"
+        if values > largest and values % PIECE:
+            return f"its value sizes above {largest} for {request.dtype} are multiples of {PIECE}, this is {values}"
         return None
 
-    def sums(self, inputs: SumInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or _transformed(inputs):
-            return _boundary.sums(inputs, self.name)
-        self._check_boundaries(inputs)
-        return SUMS[self.name].forward(inputs)
+    def weighs(self, recurrence: Recurrence) -> bool:
+        return recurrence.write is Write.ADDITIVE and _sums_of(recurrence.decay, recurrence.read)
 
     def matrix(self, inputs: MatrixInputs, mode: Mode | None) -> tuple[Tensor, Tensor]:
-        if torch.compiler.is_compiling() or _transformed(inputs):
+        n = _pieces(inputs)
+        if n > 1:
+            return _joined(*self.matrix(_split(inputs, n), mode), n)
+        if _traced(inputs.v):
             return _boundary.matrix(inputs, Mode.CHUNKWISE.value, self.name)
-        self._check_boundaries(inputs)
+        self._check_boundaries(inputs.cu_seqlens, inputs.v)
         return _Eager.apply(*inputs) if torch.is_grad_enabled() else _run(inputs)
 
-    def _check_boundaries(self, inputs: MatrixInputs | SumInputs) -> None:
+    def normalized(self, inputs: MatrixInputs, by: Divisor, mode: Mode | None) -> tuple[Tensor, Tensor, Tensor]:
+        n = _pieces(inputs)
+        if n > 1:
+            H = inputs.v.shape[2] * n
+            weight, z, m = _repeated(by.weight, H, 2), _repeated(by.z, H, 1), _repeated(by.m, H, 2)
+            o, S, z = self.normalized(_split(inputs, n), Divisor(weight, z, m, by.eps), mode)
+            return *_joined(o, S, n), z[:, ::n].contiguous()
+        traced = _traced(inputs.v)
+        if not traced:
+            self._check_boundaries(inputs.cu_seqlens, inputs.v)
+        return _boundary.divided(inputs, by, self.name, traced)
+
+    def stabilized(self, f: Tensor, i: Tensor, m: Tensor | None, cu_seqlens: Tensor | None) -> Stabilized:
+        traced = _traced(i)
+        if not traced:
+            self._check_boundaries(cu_seqlens, i)
+        return _boundary.stabilized(f, i, m, cu_seqlens, self.name, traced)
+
+    def _check_boundaries(self, cu: Tensor | None, x: Tensor) -> None:
         """Those that can be looked at now."""
-        cu = inputs.cu_seqlens
         if cu is not None and not (cu.is_cuda and torch.cuda.is_current_stream_capturing()):
-            _checks.boundaries(cu, inputs.v.shape[1])
+            _checks.boundaries(cu, x.shape[1])
 
 
 KERNELS[Triton.name] = _Sweeps()
-SUMS[Triton.name] = _Sums()
+DIVIDED[Triton.name] = _Divided()
+STABILIZERS[Triton.name] = _Stabilizing()
+_fused.KERNELS["cuda"] = fused.KERNELS

@@ -90,25 +90,57 @@ def _is_steep(steep, slot, count, h, H: tl.constexpr):
 
 
 @triton.jit
-def _column(a):
-    """[N] as the first column of [N, 16], so that a product with it needs no register for its other factor."""
-    return tl.where(tl.arange(0, 16)[None, :] == 0, a[:, None], 0.0)
+def _columns(a):
+    """[N] in float32 as three bf16 parts, the first columns of [N, 16], for a product whose result's columns add up."""
+    n = tl.arange(0, 16)[None, :]
+    high = a.to(tl.bfloat16).to(tl.float32)
+    middle = (a - high).to(tl.bfloat16).to(tl.float32)
+    low = a - high - middle
+    return tl.where(n == 0, high[:, None], tl.where(n == 1, middle[:, None], tl.where(n == 2, low[:, None], 0.0)))
 
 
 @triton.jit
-def _head_gates(g, t0, start, length, lead, h, r, H: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr):
-    """Gates of the rows from ``t0`` on."""
-    row = t0 + r
-    at = row - 1 if SHIFT else row
-    token = start + (length + lead - 1 - at if REVERSE else at)
-    return tl.load(g + token * H + h, mask=(row < length + lead) & (at >= lead), other=0.0)
+def _divisor(s, m, eps, GIVEN: tl.constexpr, SUM: tl.constexpr):
+    """max(|s|, e^-m) + eps, or max(|s|, eps) where no m is GIVEN; and whether |s| is the larger."""
+    size = tl.abs(s)
+    if GIVEN:
+        floor = tl.exp(-m.to(SUM)).to(tl.float32)
+        return tl.maximum(size, floor) + eps, size >= floor
+    else:
+        return tl.maximum(size, eps), size >= eps
+
+
+@triton.jit
+def _of_rows(a, none, t0, start, length, lead, h, r, H: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr):
+    """A number for each of the rows from ``t0`` on, or ``none``."""
+    if a is None:
+        return none
+    else:
+        row = t0 + r
+        at = row - 1 if SHIFT else row
+        token = start + (length + lead - 1 - at if REVERSE else at)
+        return tl.load(a + token * H + h, mask=(row < length + lead) & (at >= lead), other=0.0)
+
+
+@triton.jit
+def _ahead(
+    g, weight, ds, maxima, none, t0, start, length, lead, h, r,
+    H: tl.constexpr, DECAY: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """All such numbers; they are loaded a chunk ahead, so that no chunk waits for them."""
+    return (
+        _of_rows(g if DECAY == TOKEN_HEAD else None, none, t0, start, length, lead, h, r, H, REVERSE, SHIFT),
+        _of_rows(weight, none, t0, start, length, lead, h, r, H, REVERSE, False),
+        _of_rows(ds, none, t0, start, length, lead, h, r, H, REVERSE, False),
+        _of_rows(maxima, none, t0, start, length, lead, h, r, H, REVERSE, False),
+    )
 
 
 @triton.jit
 def _chunk(
     t0, S, Z, ahead, gates, fixed, bonus,
-    x, y, z, g, u, mate, weight, dz, out, total, moved, sums, own,
-    scale, start, length, lead, row, h, r, cx, cz, cg,
+    x, y, z, g, u, skip, mate, weight, ds, maxima, out, total, moved, sums, own,
+    scale, eps, start, length, lead, row, h, r, cx, cz, cg,
     H: tl.constexpr, HX: tl.constexpr, HZ: tl.constexpr, DX: tl.constexpr, DZ: tl.constexpr,
     KX: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, LATE: tl.constexpr, OUTER: tl.constexpr, REVERSE: tl.constexpr,
@@ -118,6 +150,7 @@ def _chunk(
     VECTOR: tl.constexpr = DECAY == CHANNEL or DECAY == TOKEN_CHANNEL
     SCALAR: tl.constexpr = DECAY == HEAD or DECAY == TOKEN_HEAD
     FIXED: tl.constexpr = DECAY == HEAD or DECAY == CHANNEL
+    SUMMED: tl.constexpr = weight is not None or ds is not None or sums is not None
     SHIFT: tl.constexpr = REVERSE or LATE
     FLIP: tl.constexpr = VECTOR and not OUTER
     HALF: tl.constexpr = x.dtype.element_ty == tl.bfloat16
@@ -160,15 +193,13 @@ def _chunk(
     if moved is not None:  # early, as it is no factor of a product: the compiler leaves it where it is
         bm = tl.load(mate + fz + rz, mask=here, other=0.0)
     of_token = (first * H + h) + (step * H) * r
-    if weight is not None:
-        bw = tl.load(weight + of_token, mask=live, other=0.0)
-    if dz is not None:
-        bd = tl.load(dz + of_token, mask=live, other=0.0)
+    bg, bw, bd, top = ahead
+    if not VECTOR:
+        ahead = _ahead(g, weight, ds, maxima, scale, t0 + C, start, length, lead, h, r, H, DECAY, REVERSE, SHIFT)
 
     # gates: their running sum G, and its end GL
     if DECAY == TOKEN_HEAD:
-        bg = tl.maximum(ahead.to(SUM), ZERO) * LOG2E
-        ahead = _head_gates(g, t0 + C, start, length, lead, h, r, H, REVERSE, SHIFT)  # no load waits for the next chunk
+        bg = tl.maximum(bg.to(SUM), ZERO) * LOG2E
         G = tl.cumsum(bg, 0)
         GL = tl.sum(bg, 0)
     if FIXED:
@@ -180,10 +211,11 @@ def _chunk(
         GL = last.to(SUM) * fixed
     if SCALAR:
         gates += GL
-        if GL < -LIMIT:
-            pairs = tl.exp2((G[:, None] - G[None, :]).to(tl.float32))
-        else:  # fewer exponentials
-            pairs = tl.exp2(G.to(tl.float32))[:, None] * tl.exp2(-G.to(tl.float32))[None, :]
+        if not SUMMED:  # a product's result must not be read inside, and with sums the registers do not suffice for it
+            if GL < -LIMIT:
+                pairs = tl.exp2((G[:, None] - G[None, :]).to(tl.float32))
+            else:  # fewer exponentials
+                pairs = tl.exp2(G.to(tl.float32))[:, None] * tl.exp2(-G.to(tl.float32))[None, :]
     if VECTOR:
         if DECAY == TOKEN_CHANNEL:
             fg = (first * H + h) * DG - (step * H * DG if SHIFT else 0)
@@ -221,28 +253,41 @@ def _chunk(
         else:
             read = bx.to(DOT)
         state = tl.trans(S.to(DOT)) if FLIP else S.to(DOT)
-        acc = tl.dot(read, state, input_precision=PRECISION)
+        if not SUMMED:
+            acc = tl.dot(read, state, input_precision=PRECISION)
         P = tl.dot(read, tl.trans(keys), input_precision=PRECISION)
-        if dz is not None:  # x or y has one more channel, the other a one
+        if ds is not None:  # x or y has one more channel, the other a one
             P += bd[None, :] if REVERSE else bd[:, None]
-            acc += Z[None, :] if REVERSE else bd[:, None] * Z[None, :]
-        if sums is not None:
-            zq = tl.sum(tl.dot(read, Z.to(DOT), input_precision=PRECISION), 1)
         if SCALAR:
-            P = P * pairs
-            acc = acc * tl.exp2(G.to(tl.float32))[:, None]
+            P = P * (tl.exp2((G[:, None] - G[None, :]).to(tl.float32)) if SUMMED else pairs)
         if weight is not None and not REVERSE:
             P = P * bw[None, :]
         P = tl.where(low, P, 0.0)
         if sums is not None:
+            if DECAY == NONE:  # on Hopper this product and that below came out wrong where nothing decays
+                zq = tl.sum(read.to(tl.float32) * Z[None, :], 1)
+            else:
+                zq = tl.sum(tl.dot(read, _columns(Z).to(DOT), input_precision=PRECISION), 1)
             if SCALAR:
                 zq = zq * tl.exp2(G.to(tl.float32))
-            tl.store(sums + of_token, (zq + tl.sum(P, 1)) * scale, mask=live & (row == 0))
+            s = (zq + tl.sum(P, 1)) * scale
+            tl.store(sums + of_token, s, mask=live & (row == 0))
+            divisor, _ = _divisor(s, top, eps, maxima is not None, SUM)
+        if SUMMED:  # after P, as the registers would not suffice for both
+            P = P.to(DOT)
+            acc = tl.dot(read, state, input_precision=PRECISION)
+        if ds is not None:
+            acc += Z[None, :] if REVERSE else bd[:, None] * Z[None, :]
+        if SCALAR:
+            acc = acc * tl.exp2(G.to(tl.float32))[:, None]
         acc = tl.dot(P.to(DOT), written, acc, input_precision=PRECISION)
         if VECTOR and OUTER:
             acc = acc * tl.exp2(G)
+        if sums is not None:
+            acc = acc / divisor[:, None]
         if moved is not None:
-            tl.store(moved + row * H + of_token, tl.sum(acc * scale * bm, 1), mask=live)
+            along = acc * scale if OUTER else bz.to(tl.float32)
+            tl.store(moved + row * H + of_token, tl.sum(along * bm, 1), mask=live)
         if weight is not None and REVERSE:
             acc = acc * bw[:, None]
 
@@ -257,23 +302,29 @@ def _chunk(
                     tl.store(own + of_token, alone, mask=live & (r < m))
             else:
                 acc += tl.sum(bx * oy * bonus[None, :], 1)[:, None] * oz
-        tl.store(out + fo + ro, (acc * scale).to(out.dtype.element_ty), mask=here)
+        acc = acc * scale
+        if skip is not None:
+            acc += bonus * bz
+        tl.store(out + fo + ro, acc.to(out.dtype.element_ty), mask=here)
 
     if SCALAR:
         kept = tl.exp2(tl.minimum(GL - G, 0.0).to(tl.float32))
         decay = tl.exp2(GL.to(tl.float32))
         S = S * decay
-        if sums is not None or dz is not None:
+        if sums is not None or ds is not None:
             Z = Z * decay
-    elif weight is not None or sums is not None or dz is not None:
+    elif SUMMED:
         kept = tl.where(live, 1.0, 0.0)
     if weight is not None and not REVERSE:
         kept = kept * bw
     if SCALAR or (weight is not None and not REVERSE):
         written = (bz * kept[:, None]).to(DOT)
     if sums is not None:
-        Z = tl.dot(tl.trans(keys), _column(kept).to(DOT), Z, input_precision=PRECISION)
-    if dz is not None:
+        if DECAY == NONE:
+            Z += tl.sum(keys.to(tl.float32) * kept[:, None], 0)
+        else:
+            Z += tl.sum(tl.dot(tl.trans(keys), _columns(kept).to(DOT), input_precision=PRECISION), 1)
+    if ds is not None:
         Z += tl.sum(bz.to(tl.float32) * (kept * bd if REVERSE else kept)[:, None], 0)
     if FLIP:
         S = tl.dot(tl.trans(written), keys, S, input_precision=PRECISION)
@@ -438,11 +489,11 @@ def gate_gradient(
     """dg_l = sum_{i >= l} a_i - sum_{j >= l} b_j + rest (i > l with LATE), and du; walked from the end.
 
     Either dq, dk [B, T, H, K] are given, of which a_i = q_i dq_i and b_j = k_j dk_j, or, where gates are of a head, the
-    sums over channels of a, ``read``, and of b without its ``weight``, ``written`` [PARTS, B, T, H]. own: do . v, of
-    which the bonus makes scale own u (k to dq, q to dk), which no gate decays. rest: S_T dS_T, a number a channel or
-    PARTS of them, or None for 0. dg, None if unwanted: as g; [rows, H] or [rows, H, K] where gates are fixed. least:
-    gates below it have a gradient smaller than what rounding leaves in the difference, and multiply it by their size on
-    the way to a rate: it is 0.
+    sums over channels of a and of b without its ``weight``, in parts: ``read`` and ``written``. own: do . v, of which
+    the bonus makes scale own u (k to dq, q to dk), which no gate decays. rest: S_T dS_T, a number a channel or PARTS of
+    them, or None for 0. dg, None if unwanted: as g; [rows, H] or [rows, H, K] where gates are fixed. least: gates below
+    it have a gradient smaller than what rounding leaves in the difference, and multiply it by their size on the way to
+    a rate: it is 0.
     """
     VECTOR: tl.constexpr = DECAY == CHANNEL or DECAY == TOKEN_CHANNEL
     FIXED: tl.constexpr = DECAY == HEAD or DECAY == CHANNEL
@@ -525,11 +576,11 @@ def gate_gradient(
         tl.store(du + nh.to(tl.int64) * K + c, dbonus, mask=c < K)
 
 
-@triton.jit(do_not_specialize=["T", "L", "segments", "scale"])
+@triton.jit(do_not_specialize=["T", "L", "segments", "scale", "eps"])
 def sweep(
-    x, y, z, g, u, mate, cu, init, dS, ends, steep, qk, weight, dz, zinit, dZ,
+    x, y, z, g, u, skip, mate, cu, init, dS, ends, steep, qk, weight, ds, maxima, zinit, dZ,
     out, final, total, moved, rest, own, sums, zfinal,
-    scale, T, L, segments,
+    scale, T, L, segments, eps,
     H: tl.constexpr, HX: tl.constexpr, HZ: tl.constexpr, DX: tl.constexpr, DZ: tl.constexpr,
     KX: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, LATE: tl.constexpr, OUTER: tl.constexpr, REVERSE: tl.constexpr,
@@ -540,10 +591,11 @@ def sweep(
     ends, steep, qk: as :func:`divide` wrote them. total: the sum of the gates, of segments to be joined. For
     :func:`gate_gradient` the sweep of dq writes S_T dS_T to ``rest``, and do . v to ``own`` where there is a bonus;
     with gates of a head the outer ones write out . mate, of the block's channels, to ``moved`` [blocks, B, T, H].
+    skip [H]: of z, added to out; then the inner sweep that has ``moved`` writes z . mate there.
 
     weight [B, T, H]: of k v^T. With a sum normaliser, the sum of keys Z is one more column of S: the sweep of o writes
-    ``sums``, scale Z . q, whose gradient ``dz`` those of dq and dk read; zinit, zfinal and dZ are to Z what init, final
-    and dS are to S. Neither goes with LATE or gates of channels.
+    ``sums``, s = scale Z . q, and divides by :func:`_divisor`; those of dq and dk read their gradient ds; zinit, zfinal
+    and dZ are to Z what init, final and dS are to S. None of these goes with LATE or gates of channels.
     """
     DIVIDED: tl.constexpr = DECAY >= SCALED
     VECTOR: tl.constexpr = DIVIDED or DECAY == CHANNEL or DECAY == TOKEN_CHANNEL
@@ -592,17 +644,14 @@ def sweep(
 
     nothing = length.to(tl.float32) * 0.0
     fixed, gates, bonus, ahead, Z = nothing, nothing, nothing, nothing, nothing
-    if sums is not None or dz is not None:
+    if sums is not None or ds is not None:
         of_Z = nh.to(tl.int64) * DG + cg
         Z = tl.zeros([BG], tl.float32)
         if zinit is not None:
             Z = tl.load(zinit + of_Z, mask=in_g, other=0.0)
             if REVERSE:
                 Z = Z / scale
-        if sums is not None:
-            Z = _column(Z)
-    if DECAY == TOKEN_HEAD:
-        ahead = _head_gates(g, 0, start, length, lead, h, r, H, REVERSE, SHIFT)
+    ahead = _ahead(g, weight, ds, maxima, scale, 0, start, length, lead, h, r, H, DECAY, REVERSE, SHIFT)
     if VECTOR:
         fixed, gates = tl.zeros([BG], tl.float32), tl.zeros([BG], tl.float32)
     if SCALAR:
@@ -613,6 +662,8 @@ def sweep(
         fixed = tl.maximum(tl.load(g + h).to(SUM), ZERO) * LOG2E
     if u is not None:
         bonus = tl.load(u + h * DG + cg, mask=in_g, other=0.0).to(tl.float32)
+    if skip is not None:
+        bonus = tl.load(skip + h).to(tl.float32)
 
     if DIVIDED:
         for t0 in range(0, length + lead, C):
@@ -627,8 +678,8 @@ def sweep(
         while t0 < length + lead:
             m, S, Z, ahead, gates = _chunk(
                 t0, S, Z, ahead, gates, fixed, bonus,
-                x, y, z, g, u, mate, weight, dz, out, total, moved, sums, own,
-                scale, start, length, lead, row, h, r, cx, cz, cg,
+                x, y, z, g, u, skip, mate, weight, ds, maxima, out, total, moved, sums, own,
+                scale, eps, start, length, lead, row, h, r, cx, cz, cg,
                 H, HX, HZ, DX, DZ, KX, BZ, C, DECAY, LATE, OUTER, REVERSE, LIMIT, PRECISION,
             )  # fmt: skip
             t0 += m
@@ -636,8 +687,8 @@ def sweep(
         for t0 in range(0, length + lead, C):
             _, S, Z, ahead, gates = _chunk(
                 t0, S, Z, ahead, gates, fixed, bonus,
-                x, y, z, g, u, mate, weight, dz, out, total, moved, sums, own,
-                scale, start, length, lead, row, h, r, cx, cz, cg,
+                x, y, z, g, u, skip, mate, weight, ds, maxima, out, total, moved, sums, own,
+                scale, eps, start, length, lead, row, h, r, cx, cz, cg,
                 H, HX, HZ, DX, DZ, KX, BZ, C, DECAY, LATE, OUTER, REVERSE, LIMIT, PRECISION,
             )  # fmt: skip
 
@@ -650,7 +701,7 @@ def sweep(
             fixed = tl.maximum(fixed, ZERO) * LOG2E
         if SCALAR:
             S = S * tl.exp2(fixed.to(tl.float32))
-            if dz is not None:
+            if ds is not None:
                 Z = Z * tl.exp2(fixed.to(tl.float32))
             gates += fixed
         if VECTOR:
@@ -663,11 +714,11 @@ def sweep(
         by, bz = by.to(tl.float32), bz.to(tl.float32)
         S += bz[:, None] * by[None, :] if FLIP else by[:, None] * bz[None, :]
     if rest is not None:
-        ds = tl.load(dS + of_state + in_state, mask=has_state, other=0.0)
+        change = tl.load(dS + of_state + in_state, mask=has_state, other=0.0)
         if VECTOR:
-            tl.store(rest + nh.to(tl.int64) * DG + cg, tl.sum(S * ds, 0), mask=in_g)
+            tl.store(rest + nh.to(tl.int64) * DG + cg, tl.sum(S * change, 0), mask=in_g)
         else:
-            across = tl.sum(tl.sum(S * ds, 0), 0)
+            across = tl.sum(tl.sum(S * change, 0), 0)
             if dZ is not None:
                 across += tl.sum(Z * tl.load(dZ + of_Z, mask=in_g, other=0.0), 0)
             tl.store(rest + nh.to(tl.int64) * NZ + block, across)
@@ -675,7 +726,7 @@ def sweep(
         tl.store(final + of_state + in_state, S * scale if REVERSE else S, mask=has_state)
     if zfinal is not None:
         if sums is not None:
-            tl.store(zfinal + of_Z, tl.sum(Z, 1), mask=in_g & (block == 0))
+            tl.store(zfinal + of_Z, Z, mask=in_g & (block == 0))
         else:
             tl.store(zfinal + of_Z, Z * scale, mask=in_g)
     if total is not None:
@@ -734,16 +785,17 @@ def _one_token(
     return bq, bk, bv, bg, bw
 
 
-@triton.jit(do_not_specialize=["scale", "T"])
+@triton.jit(do_not_specialize=["scale", "T", "eps"])
 def tokens(
-    q, k, v, g, u, w, cu, state, z, out, sums, final, last,
-    scale, T,
+    q, k, v, g, u, skip, w, maxima, cu, state, z, out, sums, final, last,
+    scale, T, eps,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """A few tokens, one after the other: each element of the state is read once and written once.
 
-    With ``sums`` also scale * z . q of the sum of (weighted) keys z, which becomes ``last``; decays of heads or none.
+    With ``sums`` also s = scale z . q of the sum of (weighted) keys z, which becomes ``last``, and o divided as
+    :func:`_divisor` says; decays of heads or none.
     """
     blocks: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
@@ -798,12 +850,181 @@ def tokens(
         S += bk[:, None] * bv[None, :]
         if not LATE:
             o = tl.sum(bq[:, None] * S, 0)
-        tl.store(out + at * V + cv, (o * scale).to(out.dtype.element_ty), mask=in_v)
+        o = o * scale
+        if skip is not None:
+            o += tl.load(skip + h).to(tl.float32) * bv
         if sums is not None:
             if DECAY == HEAD or DECAY == TOKEN_HEAD:
                 bz = bz * decay
             bz += bk
-            tl.store(sums + at, tl.sum(bq * bz, 0) * scale, mask=pid % blocks == 0)
+            s = tl.sum(bq * bz, 0) * scale
+            tl.store(sums + at, s, mask=pid % blocks == 0)
+            top = tl.load(maxima + at) if maxima is not None else s
+            divisor, _ = _divisor(s, top, eps, maxima is not None, tl.float64)
+            o = o / divisor
+        tl.store(out + at * V + cv, o.to(out.dtype.element_ty), mask=in_v)
     tl.store(final + place, S, mask=mask)
     if last is not None:
         tl.store(last + nh.to(tl.int64) * K + ck, bz, mask=in_z)
+
+
+@triton.jit(do_not_specialize=["M", "eps"])
+def divisor_gradient(
+    o, do, sums, maxima, undivided, ds, dm,
+    M, eps,
+    V: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Of M outputs o [M, V] divided by d, :func:`_divisor` of ``sums``: do / d, and the gradients of s and m."""
+    SUM: tl.constexpr = tl.float64 if o.dtype.element_ty == tl.float32 else tl.float32
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    c = tl.arange(0, BV)
+    live = row < M
+    here = live[:, None] & (c < V)[None, :]
+    at = row[:, None] * V + c[None, :]
+    bo, bdo = tl.load(o + at, mask=here, other=0.0), tl.load(do + at, mask=here, other=0.0)
+    s = tl.load(sums + row, mask=live, other=0.0)
+    top = _of_rows(maxima, s, 0, 0, M, 0, 0, row, 1, False, False)
+    divisor, larger = _divisor(s, top, eps, maxima is not None, SUM)
+    share = (bdo.to(tl.float32) / divisor[:, None]).to(undivided.dtype.element_ty)
+    tl.store(undivided + at, share, mask=here)
+    # from what is stored: where a token sees itself alone the gradients of its o and s cancel, to the last bit
+    change = -tl.sum(bo.to(tl.float32) * share.to(tl.float32), 1)
+    sign = tl.where(s > 0.0, 1.0, tl.where(s < 0.0, -1.0, 0.0))
+    tl.store(ds + row, tl.where(larger, change * sign, 0.0), mask=live)
+    if maxima is not None:
+        tl.store(dm + row, change * eps, mask=live)
+
+
+@triton.jit
+def _rounded(a, to):
+    """float64 in the dtype that ``to`` points at; no conversion leads from it to bfloat16 everywhere."""
+    if to.dtype.element_ty == tl.float64:
+        return a
+    else:
+        return a.to(tl.float32).to(to.dtype.element_ty)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit(do_not_specialize=["T"])
+def stabilize(
+    f, i, m, cu,
+    g, j, before, maxima, final, rescale,
+    T,
+    X: tl.constexpr, FIXED: tl.constexpr, C: tl.constexpr, LEAST: tl.constexpr, STEEPEST: tl.constexpr,
+):  # fmt: skip
+    """m_t = max(f_t + m_{t-1}, i_t), g_t = f_t + m_{t-1} - m_t and j_t = i_t - m_t, of one channel of a row.
+
+    f: [X] where FIXED. With F the running sum of f over C tokens at a time, f_t + m_{t-1} is F_t plus the running
+    maximum of m before them and of i_s - F_s, s < t, all in float64; no sum grows with the row. LEAST: m of nothing.
+    """
+    pid = tl.program_id(0)
+    n, x = pid // X, pid % X
+    start, length = _bounds(cu, n, T, T, 1)
+    r = tl.arange(0, C)
+    nothing = tl.full([C], float("-inf"), tl.float64)
+    most = length.to(tl.float64) * 0.0 + LEAST
+    if m is not None:
+        most = tl.maximum(tl.load(m + pid).to(tl.float64), LEAST)
+    if length > 0:
+        tl.store(before + start * X + x, most)
+    for t0 in range(0, length, C):
+        live = t0 + r < length
+        at = (start + t0 + r) * X + x
+        bi = tl.load(i + at, mask=live, other=0.0).to(tl.float64)
+        earlier = tl.load(i + at - X, mask=live & (r > 0), other=float("-inf")).to(tl.float64)
+        if FIXED:
+            bf = tl.zeros([C], tl.float64) + tl.load(f + x).to(tl.float64)
+        else:
+            bf = tl.load(f + at, mask=live, other=0.0).to(tl.float64)
+        step = tl.maximum(bf, STEEPEST)
+        F = tl.cumsum(step, 0)
+        over = tl.where(earlier == earlier, earlier - (F - step), nothing)  # a NaN is no maximum
+        past = F + tl.maximum(tl.associative_scan(over, 0, _larger), most)  # f_t + m_{t-1}
+        now = tl.maximum(past, tl.where(bi == bi, bi, nothing))
+        bg = (bf - step) + (past - now)
+        bg = tl.where(past <= LEAST / 2, 0.0, bg)
+        bj = bi - now
+        # rounding may leave a difference above 0 where it should be 0
+        tl.store(g + at, _rounded(tl.where(bg > 0.0, 0.0, bg), g), mask=live)
+        tl.store(j + at, _rounded(tl.where(bj > 0.0, 0.0, bj), j), mask=live)
+        tl.store(maxima + at, now, mask=live)
+        tl.store(before + at + X, now, mask=t0 + r + 1 < length)
+        most = tl.sum(tl.where(r == tl.minimum(length - t0, C) - 1, now, 0.0), 0)
+    rounded = _rounded(most, final)
+    tl.store(final + pid, rounded)
+    tl.store(rescale + pid, tl.exp(most - rounded.to(tl.float64)))
+
+
+@triton.jit
+def _then(p1, a1, p2, a2):
+    """Of x -> p x + a: the first, then the second."""
+    return p1 * p2, a2 + p2 * a1
+
+
+@triton.jit(do_not_specialize=["T"])
+def stabilize_gradient(
+    f, i, m, cu, maxima, rescale, dg, dj, dbefore, dm, dfinal, drescale,
+    df, di, dstart,
+    T,
+    X: tl.constexpr, FIXED: tl.constexpr, C: tl.constexpr, LEAST: tl.constexpr, STEEPEST: tl.constexpr,
+):  # fmt: skip
+    """Gradients of f and i [B, T, X] and of the first m [N, X]; of the results, those that are None are 0.
+
+    g and j pass theirs straight on. m_t passes its own to i_t where that is the larger, else to f_t and m_{t-1}: a scan
+    from the end.
+    """
+    pid = tl.program_id(0)
+    n, x = pid // X, pid % X
+    start, length = _bounds(cu, n, T, T, 1)
+    r = tl.arange(0, C)
+    first = length.to(tl.float64) * 0.0 + LEAST
+    if m is not None:
+        first = tl.load(m + pid).to(tl.float64)
+    after = length.to(tl.float64) * 0.0
+    if dfinal is not None:
+        after += tl.load(dfinal + pid)
+    if drescale is not None:  # e^{m_T - final}, m_T a constant; without tokens it is the m given, and both cancel
+        after -= tl.where(length > 0, tl.load(drescale + pid) * tl.load(rescale + pid), 0.0)
+    to_start = tl.where(length > 0, 0.0, after)
+    for t0 in range(0, length, C):
+        row = t0 + r
+        live = row < length
+        at = (start + (length - 1 - row)) * X + x
+        now = tl.load(maxima + at, mask=live, other=0.0)
+        own = tl.load(i + at, mask=live, other=0.0).to(tl.float64)
+        past = tl.load(maxima + at - X, mask=row < length - 1, other=0.0)
+        past = tl.where(row < length - 1, past, tl.maximum(first, LEAST))
+        if FIXED:
+            bf = tl.zeros([C], tl.float64) + tl.load(f + x).to(tl.float64)
+        else:
+            bf = tl.load(f + at, mask=live, other=0.0).to(tl.float64)
+        # whether the token after passes something on; the first of all takes what comes from the end
+        next_now = tl.load(maxima + at + X, mask=live & (row > 0), other=0.0)
+        next_own = tl.load(i + at + X, mask=live & (row > 0), other=-1.0).to(tl.float64)
+        passed = tl.where(next_own >= next_now, 0.0, 1.0).to(tl.float64)
+        a = tl.zeros([C], tl.float64)
+        if dm is not None:
+            a += tl.load(dm + at, mask=live, other=0.0)
+        p, a = tl.associative_scan((passed, a), 0, _then)
+        a += p * after
+        after = tl.sum(tl.where(r == tl.minimum(length - t0, C) - 1, a, 0.0), 0)
+        stays = own >= now
+        change = tl.where(stays, 0.0, a)
+        direct = tl.zeros([C], tl.float64)
+        if dg is not None:
+            direct += tl.where(past <= LEAST / 2, 0.0, tl.load(dg + at, mask=live, other=0.0))
+        bdi = tl.where(stays, a, 0.0)
+        if dj is not None:
+            bdi += tl.load(dj + at, mask=live, other=0.0)
+        to_first = direct + change
+        if dbefore is not None:
+            to_first += tl.load(dbefore + at, mask=live, other=0.0)
+        to_start += tl.sum(tl.where(row == length - 1, to_first, 0.0), 0)
+        tl.store(df + at, _rounded(direct + tl.where(bf >= STEEPEST, change, 0.0), df), mask=live)
+        tl.store(di + at, _rounded(bdi, di), mask=live)
+    if dstart is not None:
+        tl.store(dstart + pid, _rounded(tl.where(first >= LEAST, to_start, 0.0), dstart))

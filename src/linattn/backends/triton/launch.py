@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -11,10 +14,10 @@ import torch
 from torch import Tensor
 
 from linattn.backends._boundary import Grads
-from linattn.backends._protocol import MatrixInputs, SumInputs
+from linattn.backends._protocol import EMPTY, STEEPEST, Divisor, MatrixInputs, Stabilized, state_dtype
 from linattn.backends.triton import kernels
-from linattn.backends.triton.table import DIVIDED, settings
-from linattn.recurrence import Read, Write
+from linattn.backends.triton.table import DIVIDED, WALKED, settings
+from linattn.recurrence import Read
 
 # Bits that channels may decay by within a chunk: the exponents of float32 and bfloat16 reach 126. float32 stays near 1,
 # to keep the last digits of the running sum.
@@ -27,19 +30,22 @@ DIVIDED_AT_ONCE = 256  # tokens of a program that does
 # The parts that the tensors play in each sweep: x, y, z, mate; whether the gate's channels are z's; backward in time.
 PARTS: dict[str, tuple[tuple[str, str, str, str], bool, bool]] = {
     "o": (("q", "k", "v", "q"), False, False),
-    "dv": (("k", "q", "do", "k"), False, True),
+    "dv": (("k", "q", "do", "v"), False, True),
     "dq": (("do", "v", "k", "q"), True, False),
     "dk": (("v", "do", "q", "k"), True, True),
 }
 SHORTEST = 512  # tokens of a segment, at least
 JOINED = 1024  # elements of a state that one program joins
-WALKED = 8  # tokens of a row that is walked one by one, at most; and where programs are at most two a processor:
-WALKED_BY_FEW = 32
+WALKED_BY_FEW = 32  # as WALKED, where programs are at most two a processor
 BLOCK, WARPS = 32, 4  # channels of v that a program walks, and its warps
+SCANNED, SCANNED_BY_FEW = 2048, 128  # tokens that the running maximum is scanned over at once, at most and at least
 
 
 _HERE = contextlib.nullcontext()
 _compiled: dict[tuple[Any, ...], Any] = {}
+COMPILERS = 8  # kernels compiled side by side, at most
+_met: set[tuple[Any, ...]] = set()  # forms of calls whose kernels are compiled
+_compiling: ContextVar[bool] = ContextVar("_compiling", default=False)  # and launching nothing
 
 
 def _launch(
@@ -63,6 +69,9 @@ def _launch(
     key = (kernel.fn, device, warps, stages, *constants, *types)
     aligned = bits & 15 == 0
     found = _compiled.get(key) if aligned else None
+    if _compiling.get():
+        kernel.warmup(*tensors, *numbers, *constants, grid=(programs,), num_warps=warps, num_stages=stages)
+        return
     if found is None:
         found = kernel[(programs,)](*tensors, *numbers, *constants, num_warps=warps, num_stages=stages)
         if aligned and _GPU:
@@ -72,6 +81,27 @@ def _launch(
     found.run(
         programs, 1, 1, stream, found.function, found.packed_metadata, None, None, None, *places, *numbers, *constants
     )
+
+
+def _meet(x: MatrixInputs, by: Divisor | None, grads: object, *calls: Callable[[], object]) -> None:
+    """At the first call with tensors of these forms: compile side by side what ``calls`` are going to launch."""
+    given = (x.g, x.beta, x.u, x.state, x.cu_seqlens, *(by[:3] if by else ()))
+    kinds = [None if t is None else (t.dtype, t.dim()) for t in given]
+    form = (grads, x.v.dtype, x.k.shape[2:], x.v.shape[2:], x.read, *kinds)
+    if form in _met:
+        return
+    _met.add(form)
+    if not _GPU or torch.cuda.is_current_stream_capturing():
+        return
+    from triton import AsyncCompileMode
+
+    with ThreadPoolExecutor(COMPILERS) as pool, AsyncCompileMode(pool):
+        before = _compiling.set(True)
+        try:
+            for call in calls:
+                call()
+        finally:
+            _compiling.reset(before)
 
 
 class Rows(NamedTuple):
@@ -113,30 +143,37 @@ def _scratch(x: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
-class Sums(NamedTuple):
-    """What a sum of keys adds to a call: weights of writes, the sum before, gradients of all sums and of the last."""
+def _bonus_and_skip(x: MatrixInputs) -> tuple[Tensor | None, Tensor | None]:
+    """u, which is the one or the other."""
+    u = _plain(x.u)
+    return (u, None) if x.read is Read.BEFORE else (None, u)
 
-    weight: Tensor | None
-    z: Tensor | None
-    ds: Tensor | None
+
+class Sums(NamedTuple):
+    """What a divided output adds to the backward: gradients of all sums and of the last sum of keys."""
+
+    ds: Tensor
     dz: Tensor | None
 
 
 class Call:
     """What the output and the gradients of one call share."""
 
-    def __init__(self, x: MatrixInputs, scale: float, sums: Sums | None = None) -> None:
+    def __init__(self, x: MatrixInputs, scale: float, by: Divisor | None = None) -> None:
         self.q, self.k, self.v = x.q.contiguous(), x.k.contiguous(), x.v.contiguous()
-        self.g, self.u, self.state = _plain(x.g), _plain(x.u), _plain(x.state)
+        self.g, self.state = _plain(x.g), _plain(x.state)
+        self.u, self.skip = _bonus_and_skip(x)
+        self.weight = _plain(x.beta if by is None else by.weight)
         self.decay = 0 if self.g is None else self.g.dim()
         self.vector = self.decay in (2, 4)
         self.late = x.read is Read.BEFORE
         self.scale = scale
         (B, T, self.H, self.V), self.K = x.v.shape, x.k.shape[-1]
         self.do: Tensor | None = None
-        self.sums = sums
+        self.by = None if by is None else by._replace(z=_plain(by.z), m=_plain(by.m))
+        self.sums: Sums | None = None
         if x.cu_seqlens is None:
-            self.rows = Rows(B, T, T, 1, None) if sums else self._split(B, T)
+            self.rows = Rows(B, T, T, 1, None) if by else self._split(B, T)
         else:
             self.rows = Rows(x.cu_seqlens.shape[0] - 1, T, T, 1, x.cu_seqlens.contiguous())
 
@@ -198,35 +235,48 @@ class Call:
         x, y, z, mate = (given[name] for name in names)
         assert x is not None and z is not None
         rows, DX, DZ, dtype, by = self.rows, x.shape[-1], z.shape[-1], self.v.dtype, self.divided
-        s = settings(dtype, decay, outer, DX)
+        s = settings(dtype, decay, outer, DX, self.by is not None)
         programs = rows.number * rows.segments * self.H * -(-DZ // s.block)
         if programs:
             stages = s.deep if programs <= _processors(x.device) else s.stages
             divided = (None, None, None) if by is None else (by.ends, by.steep, by.qk)
             mate = None if results[3] is None else mate
-            weight = zinit = ds = dz = None
+            ds = m = zinit = dz = None
+            if self.by is not None:
+                m, zinit = self.by.m, self.by.z
             if self.sums is not None:
-                weight = self.sums.weight
-                if part != "dv":
-                    zinit = self.sums.dz if reverse else self.sums.z
+                m = None
+                if reverse:
+                    zinit = None if part == "dv" else self.sums.dz
                 if outer:
                     ds, dz = self.sums.ds, None if results[4] is None else self.sums.dz
-            tensors = (x, y, z, self.g, self.u, mate, rows.cu, init, dS, *divided, weight, ds, zinit, dz, *results)
+            tensors = (
+                x, y, z, self.g, self.u, None if outer else self.skip, mate, rows.cu, init, dS, *divided,
+                self.weight, ds, m, zinit, dz, *results,
+            )  # fmt: skip
             constants = (
                 self.H, x.shape[2], z.shape[2], DX, DZ, max(64, 1 << (DX - 1).bit_length()), s.block, s.chunk,
                 decay, self.late, outer, reverse, LIMIT[dtype], PRECISION[dtype],
             )  # fmt: skip
-            numbers = (self.scale, rows.T, rows.length, rows.segments)
+            numbers = (self.scale, rows.T, rows.length, rows.segments, 0.0 if self.by is None else self.by.eps)
             _launch(kernels.sweep, programs, tensors, numbers, constants, s.warps, stages)
 
-    def blocks(self) -> int:
-        """Programs of the sweep of dq that share a row."""
-        return -(-self.K // settings(self.v.dtype, self.decay, True, self.V).block)
+    def blocks(self, outer: bool = True) -> int:
+        """Programs of the sweep of dq, or of dv, that share a row."""
+        size, other = (self.K, self.V) if outer else (self.V, self.K)
+        return -(-size // settings(self.v.dtype, self.decay, outer, other, self.by is not None).block)
 
     def gate_gradient(
-        self, dq: Tensor, dk: Tensor, moved: Tensor | None, rest: Tensor | None, own: Tensor | None, need_g: bool
+        self,
+        dq: Tensor,
+        dk: Tensor,
+        read: Tensor | None,
+        written: Tensor | None,
+        rest: Tensor | None,
+        own: Tensor | None,
+        need_g: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of the gate and of the bonus; ``moved``: what the sweeps of dq and dk left of decays of heads."""
+        """Gradients of the gate and the bonus; ``read``, ``written``: with decays of heads q . dq, k . dk, in parts."""
         g, rows = self.g, self.rows
         number, fixed = rows.number * rows.segments, self.decay in (1, 2)
         dg = None if g is None or not need_g else _scratch(g, number, *g.shape) if fixed else torch.empty_like(g)
@@ -235,12 +285,10 @@ class Call:
         block = min(size, 64) if self.vector or self.decay == 0 else size
         programs = number * self.H * -(-self.K // block)
         if programs and not (dg is None and du is None):
-            read, written = (None, None) if moved is None else moved
-            weight = None if self.sums is None else self.sums.weight
-            tensors = (self.q, self.k, dq, dk, read, written, weight, g, self.u, own, rest, rows.cu, dg, du)
+            tensors = (self.q, self.k, dq, dk, read, written, self.weight, g, self.u, own, rest, rows.cu, dg, du)
             numbers = (self.scale, rows.T, rows.length, rows.segments, math.log(torch.finfo(self.v.dtype).eps))
             parts = 1 if self.vector else self.blocks()
-            chunk = CHUNK if moved is None else SUMMED
+            chunk = CHUNK if written is None else SUMMED
             constants = (self.H, self.q.shape[2], self.K, block, chunk, self.decay, self.late, parts)
             _launch(kernels.gate_gradient, programs, tensors, numbers, constants, 4, 3)
         if dg is not None and g is not None and fixed:
@@ -268,13 +316,31 @@ class Call:
         return states.unflatten(0, (self.rows.number, self.rows.segments))[:, at].contiguous()
 
 
-def forward(x: MatrixInputs) -> tuple[Tensor, Tensor]:
-    """Output and final state."""
+def forward(x: MatrixInputs, grads: tuple[bool, bool] | None = None) -> tuple[Tensor, Tensor]:
+    """Output and final state; ``grads``: if a backward is to come, whether for the gate and for the state."""
     with _on(x.v):
+        _meet(x, None, grads, lambda: forward(x, grads), lambda: grads and backward(x, x.v, None, *grads))
         c = Call(x, x.scale)
         o, final = torch.empty_like(c.v), c.states()
         c.sweep("o", c.starts("o", c.state), out=o, final=final)
         return o, c.outermost(final, -1)
+
+
+def forward_divided(x: MatrixInputs, by: Divisor, training: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, sums, final state and final sum of keys; ``training``: a backward is to come."""
+    with _on(x.v):
+        _meet(x, by, training, lambda: forward_divided(x, by, training), lambda: training and _backward_of(x, by))
+        c = Call(x, x.scale, by)
+        o, S = torch.empty_like(c.v), c.states()
+        s, z = _scratch(c.v, *x.v.shape[:-1]), _scratch(c.v, c.rows.number, c.H, c.K)
+        c.sweep("o", c.state, out=o, final=S, sums=s, z=z)
+        return o, s, S, z
+
+
+def _backward_of(x: MatrixInputs, by: Divisor) -> object:
+    """What follows :func:`forward_divided` in training, as far as launches go."""
+    sums = _scratch(x.v, *x.v.shape[:-1])
+    return backward_divided(x, by, x.v, sums, x.v, None, None, x.g is not None)
 
 
 def backward(x: MatrixInputs, do: Tensor, dS: Tensor | None, need_g: bool, need_state: bool = True) -> Grads:
@@ -283,8 +349,35 @@ def backward(x: MatrixInputs, do: Tensor, dS: Tensor | None, need_g: bool, need_
         c = Call(x, x.scale or 1.0)
         c.do = (do if x.scale else torch.zeros_like(do)).contiguous()
         first = c.states() if need_state else None
-        dq, dk, dv, dg, du, _ = _gradients(c, _plain(dS), need_g, first, None)
-        return Grads(dq, dk, dv, dg, None, None, None, du, None if first is None else c.outermost(first, 0))  # type: ignore[arg-type]
+        dq, dk, dv, dg, du, dw = _gradients(c, _plain(dS), need_g, first, None)
+        first = None if first is None else c.outermost(first, 0)
+        return Grads(dq, dk, dv, dg, dw, None, None, du, first)  # type: ignore[arg-type]
+
+
+def backward_divided(
+    x: MatrixInputs, by: Divisor, o: Tensor, s: Tensor, do: Tensor, dS: Tensor | None, dz: Tensor | None, need_g: bool
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, g, the state, and the divisor's weight, z and m."""
+    with _on(x.v):
+        c = Call(x, x.scale or 1.0, by)
+        assert c.by is not None
+        first, first_z = c.states(), _scratch(c.v, c.rows.number, c.H, c.K)
+        if dS is not None or dz is not None:
+            dS = torch.zeros_like(first) if dS is None else dS.contiguous()
+            dz = torch.zeros_like(first_z) if dz is None else dz.contiguous()
+        c.do = (do if x.scale else torch.zeros_like(do)).contiguous()
+        undivided, ds = torch.empty_like(c.do), torch.empty_like(s)
+        dm = None if c.by.m is None else torch.empty_like(c.by.m)
+        if s.numel():
+            size = max(16, 1 << (c.V - 1).bit_length())
+            rows = max(4096 // size, 1)
+            tensors = (o, c.do, s, c.by.m, undivided, ds, dm)
+            _launch(
+                kernels.divisor_gradient, -(-s.numel() // rows), tensors, (s.numel(), by.eps), (c.V, size, rows), 4, 1
+            )
+        c.do, c.sums = undivided, Sums(ds, dz)
+        dq, dk, dv, dg, _, dw = _gradients(c, dS, need_g, first, first_z)
+        return dq, dk, dv, dg, first, dw, first_z, dm
 
 
 def _gradients(
@@ -294,56 +387,28 @@ def _gradients(
     rows, tokens = c.rows, c.v.shape[:2]
     S, dS_ends = c.starts("o", c.state), c.starts("dv", dS)
     dv = torch.empty_like(c.v)
-    c.sweep("dv", dS_ends, out=dv, final=first)
+    skipped = None
+    if c.skip is not None:
+        skipped = _scratch(c.v, c.blocks(False), *tokens, c.H)
+    c.sweep("dv", dS_ends, out=dv, final=first, moved=skipped)
 
     dq, dk = (torch.empty(*tokens, c.H, c.K, dtype=c.v.dtype, device=c.v.device) for _ in range(2))
     own = None if c.u is None else _scratch(c.v, *tokens, c.H)
-    rest = moved = None
+    rest = read = written = None
     if need_g and dS_ends is not None:
         rest = _scratch(c.v, rows.number * rows.segments, c.H, c.K if c.vector else c.blocks())
-    weighed = c.sums is not None and c.sums.weight is not None
-    if (need_g or weighed) and not c.vector and c.u is None:
-        moved = _scratch(c.v, 2, c.blocks(), *tokens, c.H)
-    read, written = (None, None) if moved is None else moved
-    c.sweep("dq", S, dS=None if rest is None else dS_ends, out=dq, moved=read if need_g else None, rest=rest, own=own)
+    if (need_g or c.weight is not None) and not c.vector and c.u is None:
+        written = _scratch(c.v, c.blocks(), *tokens, c.H)
+    if need_g and written is not None:
+        read = torch.empty_like(written)
+    c.sweep("dq", S, dS=None if rest is None else dS_ends, out=dq, moved=read, rest=rest, own=own)
     c.sweep("dk", dS_ends, out=dk, moved=written, z=first_z)
-    dg, du = c.gate_gradient(dq, dk, moved, rest, own, need_g)
+    dg, du = c.gate_gradient(dq, dk, read, written, rest, own, need_g)
     dq, dk = (_grouped(t, c.q.shape[2]) for t in (dq, dk))
-    return dq, dk, dv, dg, du, written.sum(0) if weighed and written is not None else None
-
-
-def _call_of(x: SumInputs, scale: float) -> Call:
-    matrix = MatrixInputs(
-        x.q, x.k, x.v, x.g, None, None, None, None, x.S, x.cu_seqlens, x.scale, Write.ADDITIVE, Read.AFTER
-    )
-    return Call(matrix, scale, Sums(_plain(x.weight), _plain(x.z), None, None))
-
-
-def forward_sums(x: SumInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, sums, final state and final sum of keys."""
-    with _on(x.v):
-        c = _call_of(x, x.scale)
-        o, S = torch.empty_like(c.v), c.states()
-        s, z = _scratch(c.v, *x.v.shape[:-1]), _scratch(c.v, c.rows.number, c.H, c.K)
-        c.sweep("o", c.state, out=o, final=S, sums=s, z=z)
-        return o, s, S, z
-
-
-def backward_sums(
-    x: SumInputs, do: Tensor, ds: Tensor, dS: Tensor | None, dz: Tensor | None, need_g: bool
-) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, g, weight, S and z, given those of the output, the sums, the last S and the last z."""
-    with _on(x.v):
-        c = _call_of(x, x.scale or 1.0)
-        assert c.sums is not None
-        first, first_z = c.states(), _scratch(c.v, c.rows.number, c.H, c.K)
-        if dS is not None or dz is not None:
-            dS = torch.zeros_like(first) if dS is None else dS.contiguous()
-            dz = torch.zeros_like(first_z) if dz is None else dz.contiguous()
-        do, ds = (t if x.scale else torch.zeros_like(t) for t in (do, ds))
-        c.do, c.sums = do.contiguous(), c.sums._replace(ds=ds.contiguous(), dz=dz)
-        dq, dk, dv, dg, _, dw = _gradients(c, dS, need_g, first, first_z)
-        return dq, dk, dv, dg, dw, first, first_z
+    if c.skip is not None and skipped is not None:
+        du = skipped.sum((0, 1, 2)).to(c.skip.dtype)
+    dw = None if c.weight is None or written is None else written.sum(0).to(c.weight.dtype)
+    return dq, dk, dv, dg, du, dw
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
@@ -351,7 +416,7 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
     return x if x.shape[2] == groups else x.unflatten(2, (groups, -1)).sum(3, dtype=x.dtype)
 
 
-def walks(x: MatrixInputs | SumInputs) -> bool:
+def walks(x: MatrixInputs) -> bool:
     """Whether rows are short enough to be walked token by token; with gates of channels, if few, longer ones too."""
     T = x.v.shape[1]
     channels = x.g is not None and x.g.dim() in (2, 4)
@@ -364,36 +429,85 @@ def walks(x: MatrixInputs | SumInputs) -> bool:
 
 def tokens(x: MatrixInputs) -> tuple[Tensor, Tensor]:
     """Output and final state of rows that are walked token by token."""
-    q, k, v, g, *_, u, S, cu, scale, _, read = x
-    o, _, S, _ = _walk(q, k, v, g, u, None, S, None, cu, scale, late=read is Read.BEFORE, summed=False)
+    o, _, S, _ = _walk(x, None)
     return o, S
 
 
-def token_sums(x: SumInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`forward_sums` of rows that are walked token by token."""
-    q, k, v, g, w, S, z, cu, scale = x
-    o, s, S, z = _walk(q, k, v, g, None, w, S, z, cu, scale, late=False, summed=True)
+def tokens_divided(x: MatrixInputs, by: Divisor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`forward_divided` of rows that are walked token by token."""
+    o, s, S, z = _walk(x, by)
     assert s is not None and z is not None
     return o, s, S, z
 
 
-def _walk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, u: Tensor | None, w: Tensor | None, S: Tensor | None,
-    z: Tensor | None, cu: Tensor | None, scale: float, *, late: bool, summed: bool,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+def _walk(x: MatrixInputs, by: Divisor | None) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Output, sums, final state and final sum of keys."""
-    (N, T, H, V), (G, K) = v.shape, k.shape[2:]
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    g, u, w, S, z, cu = _plain(g), _plain(u), _plain(w), _plain(S), _plain(z), _plain(cu)
+    (N, T, H, V), (G, K) = x.v.shape, x.k.shape[2:]
+    q, k, v = x.q.contiguous(), x.k.contiguous(), x.v.contiguous()
+    g, S, cu = _plain(x.g), _plain(x.state), _plain(x.cu_seqlens)
+    u, skip = _bonus_and_skip(x)
+    w, z, m = (_plain(x.beta), None, None) if by is None else (_plain(by.weight), _plain(by.z), _plain(by.m))
     if cu is not None:
         N = cu.shape[0] - 1
     with _on(v):
         out, final = torch.empty_like(v), _scratch(v, N, H, K, V) if S is None else torch.empty_like(S)
-        sums, last = (_scratch(v, *v.shape[:3]), _scratch(v, N, H, K)) if summed else (None, None)
+        sums, last = (None, None) if by is None else (_scratch(v, *v.shape[:3]), _scratch(v, N, H, K))
         block = min(BLOCK, max(16, 1 << (V - 1).bit_length()))
         programs = N * H * -(-V // block)
         if programs:
-            constants = (H, G, K, V, max(16, 1 << (K - 1).bit_length()), block, 0 if g is None else g.dim(), late)
-            tensors = (q, k, v, g, u, w, cu, S, z, out, sums, final, last)
-            _launch(kernels.tokens, programs, tensors, (scale, T), constants, WARPS, 1)
+            constants = (
+                H, G, K, V, max(16, 1 << (K - 1).bit_length()), block, 0 if g is None else g.dim(),
+                x.read is Read.BEFORE,
+            )  # fmt: skip
+            tensors = (q, k, v, g, u, skip, w, m, cu, S, z, out, sums, final, last)
+            numbers = (x.scale, T, 0.0 if by is None else by.eps)
+            _launch(kernels.tokens, programs, tensors, numbers, constants, WARPS, 1)
     return out, sums, final, last
+
+
+def _channels(f: Tensor, i: Tensor, cu: Tensor | None) -> tuple[Tensor, tuple[Any, ...], int, int]:
+    """f as the kernels of the running maximum read it, their constants, sequences and warps."""
+    _, T, X = i.shape
+    fixed = f.stride()[:2] == (0, 0)
+    chunk = max(SCANNED_BY_FEW, min(SCANNED, 1 << (T - 1).bit_length()))
+    rows = i.shape[0] if cu is None else cu.shape[0] - 1
+    return (
+        f[0, 0] if fixed and f.numel() else f.contiguous(),
+        (X, fixed, chunk, EMPTY, STEEPEST),
+        rows,
+        8 if chunk == SCANNED else 4,
+    )
+
+
+def stabilize(f: Tensor, i: Tensor, m: Tensor | None, cu: Tensor | None) -> Stabilized:
+    """The running maximum and what it makes of the gates."""
+    with _on(i):
+        i, m, cu, T = i.contiguous(), _plain(m), _plain(cu), i.shape[1]
+        f, constants, rows, warps = _channels(f, i, cu)
+        g, j = (torch.empty_like(i, dtype=state_dtype(i.dtype)) for _ in range(2))
+        before, maxima = (torch.empty_like(i, dtype=torch.float64) for _ in range(2))
+        final, rescale = g.new_empty(rows, i.shape[2]), before.new_empty(rows, i.shape[2])
+        if final.numel():
+            tensors = (f, i, m, cu, g, j, before, maxima, final, rescale)
+            _launch(kernels.stabilize, final.numel(), tensors, (T,), constants, warps, 1)
+        return Stabilized(g, j, before, maxima, final, rescale)
+
+
+def stabilize_gradient(
+    f: Tensor, i: Tensor, m: Tensor | None, cu: Tensor | None, maxima: Tensor, rescale: Tensor,
+    grads: tuple[Tensor | None, ...],
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Gradients of f, i and m, given those of a :class:`Stabilized` (None: zero)."""
+    with _on(i):
+        i, m, cu, T = i.contiguous(), _plain(m), _plain(cu), i.shape[1]
+        df, di, dstart = (
+            torch.empty_like(i, dtype=f.dtype),
+            torch.empty_like(i),
+            None if m is None else torch.empty_like(m),
+        )
+        f, constants, rows, warps = _channels(f, i, cu)
+        dg, dj, dbefore, dm, dfinal, drescale = map(_plain, grads)
+        if rows * i.shape[2]:
+            tensors = (f, i, m, cu, maxima, rescale, dg, dj, dbefore, dm, dfinal, drescale, df, di, dstart)
+            _launch(kernels.stabilize_gradient, rows * i.shape[2], tensors, (T,), constants, warps, 1)
+        return df, di, dstart

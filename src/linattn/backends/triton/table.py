@@ -23,6 +23,8 @@ class Settings(NamedTuple):
 # Compute capabilities that the settings were measured and every kernel was checked on.
 MEASURED = ((9, 0),)
 
+WALKED = 8  # tokens of a row that is walked one by one, at most
+
 # (kind of decay, size of x up to) -> settings, NVIDIA H200. Kinds: none, scalar, inner (the gate's channels are those
 # of x and y), outer (those of z), divided and divided outer (the same, divided out before). bfloat16 multiplies as it
 # is, float16 as tf32, for its range, float32 in three tf32s.
@@ -51,6 +53,11 @@ def kind(decay: int, outer: bool) -> str:
     return "scalar" if decay else "none"
 
 
-def settings(dtype: torch.dtype, decay: int, outer: bool, size: int) -> Settings:
+# Size of x up to -> settings of bfloat16 where a sum normaliser divides; the other dtypes are as without one.
+SUMMED = {64: Settings(64, 64, 4, 2, 2), 128: Settings(64, 64, 4, 2, 2), 256: Settings(64, 64, 8, 2, 2)}
+
+
+def settings(dtype: torch.dtype, decay: int, outer: bool, size: int, summed: bool) -> Settings:
     """Settings of a sweep whose x has ``size`` channels."""
-    return TABLE[dtype][kind(decay, outer), 64 if size <= 64 else 128 if size <= 128 else 256]
+    up_to = 64 if size <= 64 else 128 if size <= 128 else 256
+    return SUMMED[up_to] if summed and dtype == torch.bfloat16 else TABLE[dtype][kind(decay, outer), up_to]
