@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn._checks import fail
+from linattn.layers.linear import Linear, einsum
 from linattn.layers.mixer import no_weight_decay
 from linattn.layers.token_shift import channel_ramp, token_mix
 
@@ -23,9 +24,9 @@ class DeepEmbed(nn.Module):
         super().__init__()
         self.rank = rank
         self.table = nn.Embedding(vocab_size, rank**2, _weight=torch.zeros(vocab_size, rank**2))
-        self.from_embedding = nn.Linear(d_model, rank**2, bias=False)
-        self.down = nn.Linear(d_model, rank, bias=False)
-        self.up = nn.Linear(rank, hidden)
+        self.from_embedding = Linear(d_model, rank**2, bias=False)
+        self.down = Linear(d_model, rank, bias=False)
+        self.up = Linear(rank, hidden)
         nn.init.zeros_(self.from_embedding.weight)
         self.down.weight = no_weight_decay(torch.randn(rank, d_model) * (0.1 * d_model**-0.5))
         self.up.weight = no_weight_decay(torch.randn(hidden, rank) * (0.1 * hidden**-0.5))
@@ -34,7 +35,7 @@ class DeepEmbed(nn.Module):
     def forward(self, h: Tensor, ids: Tensor, embedding: Tensor) -> Tensor:
         """h, embedding [B, T, d_model]; ids [B, T] -> [B, T, hidden]."""
         E = (self.table(ids) + self.from_embedding(embedding)).unflatten(-1, (self.rank, self.rank))
-        factor: Tensor = self.up((self.down(h).unsqueeze(-2) @ E).squeeze(-2))
+        factor: Tensor = self.up(einsum("btr,btrs->bts", self.down(h), E))
         return factor
 
 
@@ -68,9 +69,9 @@ class ChannelMix(nn.Module):
         fall = 1 - layer_index / num_layers
         ramp = channel_ramp(d_model, fall if receptance else fall**4)
         self.shift_mix = no_weight_decay(ramp.repeat(2 if receptance else 1, 1))
-        self.key = nn.Linear(d_model, hidden, bias=False)
-        self.value = nn.Linear(hidden, d_model, bias=False)
-        self.receptance = nn.Linear(d_model, d_model, bias=False) if receptance else None
+        self.key = Linear(d_model, hidden, bias=False)
+        self.value = Linear(hidden, d_model, bias=False)
+        self.receptance = Linear(d_model, d_model, bias=False) if receptance else None
         self.deep_embed = DeepEmbed(vocab_size, d_model, hidden) if vocab_size else None
         if receptance:
             nn.init.normal_(self.key.weight, std=d_model**-0.5)

@@ -7,20 +7,25 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from linattn import engine
-from linattn.backends.cpu import fused
+from linattn.backends import _fused as fused
 
 
-def serves(x: Tensor, *weights: Tensor | None) -> bool:
-    """Whether :mod:`linattn.backends.cpu.fused` reads these, and LINATTN_BACKEND doesn't name another backend.
+def serves(op: str, x: Tensor, *weights: Tensor | None, **where: Tensor | None) -> bool:
+    """Whether a backend has a kernel of :mod:`linattn.backends._fused` for these, and LINATTN_BACKEND names no other.
 
     Outside of torch.compile, shapes without data and the transforms of torch.func take the torch code.
     """
+    backend = fused.backend(op, x, *weights, **where)
     return (
-        fused.serves(x, *weights)
-        and engine.PREFERRED in ("auto", "cpu")
-        and engine.BACKENDS["cpu"].unavailable(x.device) is None
-        and (
-            torch.compiler.is_compiling()
-            or not (isinstance(x, FakeTensor) or torch._C._are_functorch_transforms_active())
-        )
+        backend is not None
+        and engine.PREFERRED in ("auto", backend)
+        and engine.BACKENDS[backend].unavailable(x.device) is None
+        and plain(x)
+    )
+
+
+def plain(x: Tensor) -> bool:
+    """Whether numbers stand behind ``x``, now or when a compiled graph runs, and no transform of torch.func."""
+    return torch.compiler.is_compiling() or not (
+        isinstance(x, FakeTensor) or torch._C._are_functorch_transforms_active()
     )

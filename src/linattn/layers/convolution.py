@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linattn.backends.cpu import fused
+from linattn.backends import _fused as fused
 from linattn.layers.compiled import serves
 from linattn.layers.sequences import left_justify, sequence_of_token, take
 
@@ -54,7 +54,7 @@ class ShortConvolution(nn.Module):
     than W-1 too. The weight has the shape [C, 1, W] and the initialisation of ``nn.Conv1d``. ``width=0`` is no
     convolution, the activation alone.
 
-    On CPUs it is one compiled pass, in float32 inside, where the CPU backend has its library.
+    It is one pass, in float32 inside, where a backend has a kernel for it.
     """
 
     def __init__(self, channels: int, width: int = 4, *, bias: bool = False, activation: bool = True) -> None:
@@ -84,7 +84,11 @@ class ShortConvolution(nn.Module):
         if state is not None and state.shape != wanted:
             raise ValueError(f"state: got a convolution state {list(state.shape)}, wanted {list(wanted)}")
         state = None if state is None else state.to(x.dtype)
-        if self.weight is not None and self.width <= fused.WIDEST and serves(x, self.weight, self.bias):
+        if (
+            self.weight is not None
+            and self.width <= fused.WIDEST
+            and serves("convolution", x, self.weight, self.bias, state=state, mask=mask)
+        ):
             return fused.convolution(x, self.weight, self.bias, state, mask, cu_seqlens, self.activation)
         state = x.new_zeros(wanted) if state is None else state
         if self.weight is None:

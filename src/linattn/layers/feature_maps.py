@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linattn._checks import fail, has_values, one_of
+from linattn.layers.linear import einsum
 from linattn.layers.norms import promote
 
 _PEAK = 40.0  # where FAVOR+ puts the largest exponent of a query: far above the smallest denominator, far from overflow
@@ -226,7 +227,7 @@ class T2R(_Learnt):
         self.bias = nn.Parameter(torch.empty(2, heads, features).uniform_(-bound, bound))
 
     def _map(self, x: Tensor, side: int) -> Tensor:
-        return F.relu(torch.einsum("btgk,gkf->btgf", x, self.weight[side]) + self.bias[side])
+        return F.relu(einsum("btgk,gkf->btgf", x, self.weight[side]) + self.bias[side])
 
 
 class Product(_Learnt):
@@ -242,7 +243,7 @@ class Product(_Learnt):
         self.bias = nn.Parameter(torch.empty(2, heads, 2 * size).uniform_(-bound, bound))
 
     def _map(self, x: Tensor, side: int) -> Tensor:
-        a, b = (torch.einsum("btgk,gkf->btgf", x, self.weight[side]) + self.bias[side]).chunk(2, dim=-1)
+        a, b = (einsum("btgk,gkf->btgf", x, self.weight[side]) + self.bias[side]).chunk(2, dim=-1)
         return a * b
 
 
@@ -257,9 +258,8 @@ class Hedgehog(_Learnt):
         self.weight = nn.Parameter(torch.eye(size).repeat(2, heads, 1, 1))
 
     def _map(self, x: Tensor, side: int) -> Tensor:
-        y = promote(
-            torch.einsum("btgk,gkf->btgf", x, self.weight[side])
-        )  # small weights' gradients pass float16's range
+        # promoted, as small weights' gradients pass float16's range
+        y = promote(einsum("btgk,gkf->btgf", x, self.weight[side]))
         return torch.cat([y.softmax(-1), (-y).softmax(-1)], -1)
 
 

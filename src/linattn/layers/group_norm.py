@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linattn.backends.cpu import fused
+from linattn.backends import _fused as fused
 from linattn.layers.compiled import serves
 from linattn.layers.norms import promote
 
@@ -26,7 +26,7 @@ class GroupNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., H, V] -> [..., H · V] in x's dtype, computed in float32."""
-        if serves(x, self.weight, self.bias):
+        if serves("norm", x, self.weight, self.bias):
             heads = x.shape[-2]
             return fused.norm(x.flatten(-2), self.weight, self.bias, None, groups=heads, centred=True, eps=self.eps)
         y = F.layer_norm(promote(x), x.shape[-1:], None, None, self.eps).flatten(-2)

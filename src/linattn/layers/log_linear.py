@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from linattn import _checks, engine
 from linattn.backends._protocol import state_dtype
+from linattn.layers.linear import Linear
 from linattn.layers.mixer import mask_gate, no_weight_decay
 from linattn.layers.norms import promote
 from linattn.layers.sequences import left_justify, positions, sequence_of_token
@@ -418,7 +419,7 @@ class LevelWeights(nn.Module):
         super().__init__()
         if levels < 2:
             raise _checks.fail("max_levels", levels, "at least 2: the token itself, and what came before it")
-        self.l_proj = nn.Linear(d_model, num_heads * levels, bias=False)
+        self.l_proj = Linear(d_model, num_heads * levels, bias=False)
         self.L = no_weight_decay(torch.ones(num_heads, levels))
 
     def forward(self, x: Tensor) -> Tensor:

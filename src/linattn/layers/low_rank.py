@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from linattn.layers.linear import Linear
 from linattn.layers.mixer import no_weight_decay
 
 
@@ -22,8 +23,8 @@ class LowRank(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = activation
-        self.down = nn.Linear(d_model, rank, bias=False)
-        self.up = nn.Linear(rank, size, bias=False)
+        self.down = Linear(d_model, rank, bias=False)
+        self.up = Linear(rank, size, bias=False)
         self.down.weight = no_weight_decay(torch.zeros(rank, d_model))
         self.up.weight = no_weight_decay(torch.randn(size, rank) * (0.1 * size**-0.5))
         self.bias = None if bias is None else no_weight_decay(bias)

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linattn import _checks
+from linattn.backends import _fused as fused
+from linattn.layers.compiled import serves
 from linattn.layers.norms import promote
 
 
@@ -106,7 +108,15 @@ def log_rates(heads: int, low: float) -> nn.Parameter:
 
 def log_decay(z: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
     """g = -e^{A_log} softplus(z + dt_bias) for z [B, T, H], in float32 (float64 for float64)."""
-    return -promote(A_log).exp() * F.softplus(promote(z) + dt_bias)
+    return -promote(A_log).exp() * time_steps(z, dt_bias)
+
+
+def time_steps(z: Tensor, bias: Tensor) -> Tensor:
+    """softplus(z + bias) for z [..., N] and bias [N], in float32 (float64 for float64).
+
+    On CPUs it is one compiled pass, where the CPU backend has its library.
+    """
+    return fused.softplus(z, bias) if serves("softplus", z, bias) else F.softplus(promote(z) + bias)
 
 
 def time_step_bias(heads: int, low: float = 1e-3, high: float = 1e-1, floor: float = 0.0) -> Tensor:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linattn.backends.cpu import fused
+from linattn.backends import _fused as fused
 from linattn.layers.compiled import serves
+from linattn.layers.linear import Linear
 
 
 class SwiGLU(nn.Module):
@@ -14,13 +15,13 @@ class SwiGLU(nn.Module):
 
     def __init__(self, d_model: int, hidden: int) -> None:
         super().__init__()
-        self.in_proj = nn.Linear(d_model, 2 * hidden, bias=False)
-        self.out_proj = nn.Linear(hidden, d_model, bias=False)
+        self.in_proj = Linear(d_model, 2 * hidden, bias=False)
+        self.out_proj = Linear(hidden, d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., d_model] -> [..., d_model]."""
         h = self.in_proj(x)
-        if serves(h):
+        if serves("glu", h):
             h = fused.glu(h)
         else:
             gate, up = h.chunk(2, dim=-1)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linattn.backends.cpu import fused
+from linattn.backends import _fused as fused
 from linattn.layers.compiled import serves
 
 
@@ -20,7 +20,7 @@ def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
 
     The delta rule needs ‖k‖ ≤ 1: with β up to 2 a longer key would make the state grow.
     """
-    if serves(x):
+    if serves("norm", x):
         return fused.norm(x, None, None, None, mean=False, eps=eps)
     y = promote(x)
     return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
 
     The gate multiplies the result by silu(z); with ``gate_first`` it multiplies x before the norm, as in Mamba-2.
     ``groups`` splits the last axis into parts that are normalised on their own. ``affine=False`` has no weight.
-    On CPUs all of it is one compiled pass, in float32 inside, where the CPU backend has its library.
+    It is one pass, in float32 inside, where a backend has a kernel for it.
     """
 
     def __init__(
@@ -43,7 +43,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         """x and gate: [..., size]; returns the same shape in x's dtype."""
-        if serves(x, self.weight, gate) and (gate is None or gate.shape == x.shape) and x.shape[-1] == self.size:
+        fits = x.shape[-1] == self.size and (gate is None or gate.shape == x.shape)
+        torch_has_one = x.is_cuda and gate is None and self.groups == 1
+        if fits and not torch_has_one and serves("norm", x, self.weight, gate):
             first = self.gate_first
             return fused.norm(x, self.weight, None, gate, groups=self.groups, gate_first=first, eps=self.eps)
         dtype = x.dtype

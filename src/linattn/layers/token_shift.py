@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from linattn._checks import fail
-from linattn.backends.cpu import fused
+from linattn.backends import _fused as fused
 from linattn.layers.compiled import serves
 from linattn.layers.sequences import sequence_of_token, take
 
@@ -72,7 +72,7 @@ def token_mix(
     Also the last input of each sequence, [N, C]. Other arguments and errors as of :func:`token_shift`. On CPUs it is
     one compiled pass, in float32 inside, where the CPU backend has its library; its results are zero at padding.
     """
-    if len(weight) <= fused.MIXES and serves(x, weight):
+    if len(weight) <= fused.MIXES and serves("mix", x, weight):
         state = _checked(state, x, x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
         return fused.mix(x, weight, state, mask, cu_seqlens)
     before, last = token_shift(x, state, mask=mask, cu_seqlens=cu_seqlens)

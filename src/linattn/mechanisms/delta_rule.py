@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from linattn import engine
 from linattn.layers.convolution import ShortConvolution
+from linattn.layers.linear import Linear
 from linattn.layers.mixer import Mixer, mask_gate
 from linattn.layers.norms import RMSNorm, l2_normalize, promote
 from linattn.layers.sizes import default_heads, divide
@@ -90,10 +91,10 @@ class DeltaNet(Mixer):
         self.head_dim = divide("num_heads", self.num_heads, d_model, "d_model")
         self.beta_max = 2.0 if allow_neg_eigval else 1.0
         self.sizes = (3 * d_model, self.num_heads)
-        self.in_proj = nn.Linear(d_model, sum(self.sizes), bias=False)
+        self.in_proj = Linear(d_model, sum(self.sizes), bias=False)
         self.conv1d = ShortConvolution(3 * d_model, conv_size)
         self.norm = RMSNorm(self.head_dim, eps=norm_eps)
-        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+        self.out_proj = Linear(d_model, d_model, bias=False)
 
     def mix(
         self, x: Tensor, state: Any, mask: Tensor | None, cu_seqlens: Tensor | None, mode: str, backend: str

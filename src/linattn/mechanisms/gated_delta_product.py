@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from linattn import _checks, engine
 from linattn.layers.convolution import ShortConvolution
+from linattn.layers.linear import Linear
 from linattn.layers.mixer import Mixer, log_decay, log_rates, mask_gate, no_weight_decay, time_step_bias
 from linattn.layers.norms import RMSNorm, l2_normalize, promote
 from linattn.layers.sizes import divide, three_quarter_heads
@@ -139,14 +140,14 @@ class GatedDeltaProduct(Mixer):
         self.conv_sizes = (key_dim, num_householder * key_dim, num_householder * value_dim)
         steps, gates = num_householder * self.num_v_heads, self.num_v_heads * forget_gate
         self.sizes = (sum(self.conv_sizes), value_dim, steps, gates)
-        self.in_proj = nn.Linear(d_model, sum(self.sizes), bias=False)
+        self.in_proj = Linear(d_model, sum(self.sizes), bias=False)
         self.conv1d = ShortConvolution(sum(self.conv_sizes), conv_size)
         if forget_gate:
             # Not from 0, whose logarithm is no number to learn from.
             self.A_log = log_rates(self.num_v_heads, 1e-4)
             self.dt_bias = no_weight_decay(time_step_bias(self.num_v_heads))
         self.norm = RMSNorm(self.head_v_dim, eps=norm_eps)
-        self.out_proj = nn.Linear(value_dim, d_model, bias=False)
+        self.out_proj = Linear(value_dim, d_model, bias=False)
 
     def mix(
         self, x: Tensor, state: Any, mask: Tensor | None, cu_seqlens: Tensor | None, mode: str, backend: str

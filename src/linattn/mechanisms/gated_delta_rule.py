@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from linattn import engine
 from linattn.layers.convolution import ShortConvolution
+from linattn.layers.linear import Linear
 from linattn.layers.mixer import Mixer, log_decay, log_rates, mask_gate, no_weight_decay, time_step_bias
 from linattn.layers.norms import RMSNorm, l2_normalize, promote
 from linattn.layers.sizes import divide, three_quarter_heads
@@ -104,13 +105,13 @@ class GatedDeltaNet(Mixer):
         self.beta_max = 2.0 if allow_neg_eigval else 1.0
         self.conv_sizes = (key_dim, key_dim, value_dim)
         self.sizes = (sum(self.conv_sizes), value_dim, self.num_v_heads, self.num_v_heads)
-        self.in_proj = nn.Linear(d_model, sum(self.sizes), bias=False)
+        self.in_proj = Linear(d_model, sum(self.sizes), bias=False)
         self.conv1d = ShortConvolution(sum(self.conv_sizes), conv_size)
         # Not from 0, whose logarithm is no number to learn from.
         self.A_log = log_rates(self.num_v_heads, 1e-4)
         self.dt_bias = no_weight_decay(time_step_bias(self.num_v_heads))
         self.norm = RMSNorm(self.head_v_dim, eps=norm_eps)
-        self.out_proj = nn.Linear(value_dim, d_model, bias=False)
+        self.out_proj = Linear(value_dim, d_model, bias=False)
 
     def mix(
         self, x: Tensor, state: Any, mask: Tensor | None, cu_seqlens: Tensor | None, mode: str, backend: str

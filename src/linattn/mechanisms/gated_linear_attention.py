@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from linattn import engine
+from linattn.layers.linear import Linear
 from linattn.layers.mixer import Mixer, mask_gate
 from linattn.layers.norms import RMSNorm, promote
 from linattn.layers.sizes import divide
@@ -99,10 +100,10 @@ class GatedLinearAttention(Mixer):
         self.head_v_dim = divide("num_heads", self.num_heads, value_dim, "expand_v * d_model")
         self.gate_logit_normalizer = gate_logit_normalizer
         self.sizes = (key_dim, key_dim, value_dim, value_dim, gate_low_rank_dim)
-        self.in_proj = nn.Linear(d_model, sum(self.sizes), bias=False)
-        self.gate_proj = nn.Linear(gate_low_rank_dim, key_dim)
+        self.in_proj = Linear(d_model, sum(self.sizes), bias=False)
+        self.gate_proj = Linear(gate_low_rank_dim, key_dim)
         self.norm = RMSNorm(self.head_v_dim, eps=norm_eps)
-        self.out_proj = nn.Linear(value_dim, d_model, bias=False)
+        self.out_proj = Linear(value_dim, d_model, bias=False)
 
     def mix(
         self, x: Tensor, state: Any, mask: Tensor | None, cu_seqlens: Tensor | None, mode: str, backend: str

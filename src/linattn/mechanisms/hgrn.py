@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from linattn import _checks, engine
 from linattn.layers.convolution import ShortConvolution
 from linattn.layers.forget_gate import LowerBoundedGate
+from linattn.layers.linear import Linear
 from linattn.layers.mixer import Mixer, mask_gate
 from linattn.layers.norms import RMSNorm
 from linattn.recurrence import Argument, Decay, Domain, Engine, Recurrence
@@ -90,11 +91,11 @@ class HGRN(Mixer):
         self.width = round(d_model * expand)
         if self.width < 1:
             raise _checks.fail("expand", expand, f"a state of at least one channel for d_model={d_model}")
-        self.in_proj = nn.Linear(d_model, 3 * self.width, bias=False)
+        self.in_proj = Linear(d_model, 3 * self.width, bias=False)
         self.conv1d = ShortConvolution(2 * self.width, conv_size, activation=False)
         self.forget_gate = LowerBoundedGate(self.width, layer_index, num_layers)
         self.norm = RMSNorm(self.width, eps=norm_eps)
-        self.out_proj = nn.Linear(self.width, d_model, bias=False)
+        self.out_proj = Linear(self.width, d_model, bias=False)
 
     def mix(
         self, x: Tensor, state: Any, mask: Tensor | None, cu_seqlens: Tensor | None, mode: str, backend: str

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from linattn import _checks, engine
 from linattn.layers.convolution import ShortConvolution
 from linattn.layers.forget_gate import LowerBoundedGate
+from linattn.layers.linear import Linear
 from linattn.layers.mixer import Mixer, mask_gate
 from linattn.layers.norms import RMSNorm
 from linattn.layers.sizes import default_heads, divide
@@ -93,11 +94,11 @@ class HGRN2(Mixer):
         super().__init__(d_model, layer_index, num_layers)
         self.num_heads = default_heads(d_model, 128) if num_heads is None else num_heads
         self.head_dim = divide("num_heads", self.num_heads, d_model, "d_model")
-        self.in_proj = nn.Linear(d_model, 3 * d_model, bias=False)
+        self.in_proj = Linear(d_model, 3 * d_model, bias=False)
         self.conv1d = ShortConvolution(3 * d_model, conv_size, activation=False)
         self.forget_gate = LowerBoundedGate(d_model, layer_index, num_layers)
         self.norm = RMSNorm(d_model, eps=norm_eps)
-        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+        self.out_proj = Linear(d_model, d_model, bias=False)
 
     def mix(
         self, x: Tensor, state: Any, mask: Tensor | None, cu_seqlens: Tensor | None, mode: str, backend: str

@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from linattn import _checks, engine
 from linattn.layers.convolution import ShortConvolution
-from linattn.layers.mixer import Mixer, mask_gate, no_weight_decay, time_step_bias
+from linattn.layers.linear import Linear
+from linattn.layers.mixer import Mixer, mask_gate, no_weight_decay, time_step_bias, time_steps
 from linattn.layers.norms import RMSNorm, l2_normalize, promote
 from linattn.layers.sizes import default_heads, divide
 from linattn.recurrence import BETA, QUERY, UNIT_KEY, VALUE, Argument, Decay, Domain, Recurrence, Write
@@ -120,15 +120,15 @@ class KimiDeltaAttention(Mixer):
         self.beta_max, self.lower_bound = 2.0 if allow_neg_eigval else 1.0, lower_bound
         self.conv_sizes = (key_dim, key_dim, value_dim)
         self.sizes = (sum(self.conv_sizes), rank, rank, self.num_v_heads)
-        self.in_proj = nn.Linear(d_model, sum(self.sizes), bias=False)
+        self.in_proj = Linear(d_model, sum(self.sizes), bias=False)
         self.conv1d = ShortConvolution(sum(self.conv_sizes), conv_size)
-        self.decay_proj = nn.Linear(rank, gate_dim, bias=False)
-        self.gate_proj = nn.Linear(rank, value_dim, bias=gate_bias)
+        self.decay_proj = Linear(rank, gate_dim, bias=False)
+        self.gate_proj = Linear(rank, value_dim, bias=gate_bias)
         rate = torch.empty(self.num_v_heads).uniform_(1, 16) if lower_bound is None else torch.ones(self.num_v_heads)
         self.A_log = no_weight_decay(rate.log())
         self.dt_bias = no_weight_decay(time_step_bias(gate_dim))
         self.norm = RMSNorm(self.head_v_dim, eps=norm_eps)
-        self.out_proj = nn.Linear(value_dim, d_model, bias=False)
+        self.out_proj = Linear(value_dim, d_model, bias=False)
 
     def mix(
         self, x: Tensor, state: Any, mask: Tensor | None, cu_seqlens: Tensor | None, mode: str, backend: str
@@ -148,9 +148,11 @@ class KimiDeltaAttention(Mixer):
 
     def _log_decay(self, low: Tensor) -> Tensor:
         """[B, T, rank] -> g [B, T, H, K]."""
-        z = (promote(self.decay_proj(low)) + self.dt_bias).unflatten(-1, (self.num_v_heads, -1))
+        z, heads = self.decay_proj(low), (self.num_v_heads, -1)
         rate = promote(self.A_log).exp().unsqueeze(-1)
-        return -rate * F.softplus(z) if self.lower_bound is None else self.lower_bound * (rate * z).sigmoid()
+        if self.lower_bound is None:
+            return -rate * time_steps(z, self.dt_bias).unflatten(-1, heads)
+        return self.lower_bound * (rate * (promote(z) + self.dt_bias).unflatten(-1, heads)).sigmoid()
 
 
 register(

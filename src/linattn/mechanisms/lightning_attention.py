@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from linattn import _checks, engine
+from linattn.layers.linear import Linear
 from linattn.layers.mixer import Mixer, mask_gate
 from linattn.layers.norms import RMSNorm
 from linattn.layers.sizes import default_heads, divide
@@ -101,9 +102,9 @@ class LightningAttention(Mixer):
             raise _checks.fail("num_heads", num_heads, "at least 1")
         self.head_dim = divide("num_heads", self.num_heads, d_model, "d_model") if head_dim is None else head_dim
         width = self.num_heads * self.head_dim
-        self.in_proj = nn.Linear(d_model, 4 * width, bias=False)
+        self.in_proj = Linear(d_model, 4 * width, bias=False)
         self.norm = RMSNorm(width, eps=norm_eps)
-        self.out_proj = nn.Linear(width, d_model, bias=False)
+        self.out_proj = Linear(width, d_model, bias=False)
 
     def mix(
         self, x: Tensor, state: Any, mask: Tensor | None, cu_seqlens: Tensor | None, mode: str, backend: str

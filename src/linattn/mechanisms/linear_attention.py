@@ -13,12 +13,13 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from linattn import _checks, engine
 from linattn.engine import NormalizedState
 from linattn.layers.convolution import ShortConvolution
 from linattn.layers.feature_maps import AnyMap, FeatureMap, apply, create
+from linattn.layers.linear import Linear
 from linattn.layers.mixer import Mixer, mask_gate
 from linattn.layers.norms import RMSNorm
 from linattn.layers.sequences import positions
@@ -218,10 +219,10 @@ class LinearAttention(Mixer):
         else:
             self.feature_map = feature_map
         self.sizes = (self.num_heads * head_k_dim, self.num_heads * head_k_dim, d_model)
-        self.in_proj = nn.Linear(d_model, sum(self.sizes), bias=False)
+        self.in_proj = Linear(d_model, sum(self.sizes), bias=False)
         self.conv1d = ShortConvolution(sum(self.sizes), conv_size, activation=False)
         self.norm = RMSNorm(self.head_dim, eps=norm_eps)
-        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+        self.out_proj = Linear(d_model, d_model, bias=False)
 
     def mix(
         self, x: Tensor, state: Any, mask: Tensor | None, cu_seqlens: Tensor | None, mode: str, backend: str

@@ -15,8 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linattn import _checks, engine
+from linattn.backends import _fused as fused
+from linattn.layers.compiled import serves
 from linattn.layers.convolution import ShortConvolution
-from linattn.layers.mixer import Mixer, mask_gate, no_weight_decay, time_step_bias
+from linattn.layers.linear import Linear, linear
+from linattn.layers.mixer import Mixer, mask_gate, no_weight_decay, time_step_bias, time_steps
 from linattn.layers.norms import RMSNorm, promote
 from linattn.recurrence import Argument, Decay, Domain, Engine, Recurrence
 from linattn.registry import Mechanism, register
@@ -88,7 +91,17 @@ class StepProjection(nn.Module):
 
     def forward(self, low: Tensor) -> Tensor:
         """[..., rank] -> [..., channels]."""
-        return F.softplus(promote(F.linear(low, self.weight)) + self.bias)
+        return time_steps(linear(low, self.weight), self.bias)
+
+
+def skip_and_gate(y: Tensor, x: Tensor, z: Tensor, D: Tensor) -> Tensor:
+    """(y + D x) · silu(z) for y, x, z [..., D] and D [D], in y's dtype.
+
+    On CPUs it is one compiled pass, in float32 inside, where the CPU backend has its library.
+    """
+    if y.dtype == x.dtype == z.dtype and serves("skip", y, x, z, D):
+        return fused.skip(y, x, z, D)
+    return (y + (promote(D) * x).to(y.dtype)) * F.silu(z)
 
 
 class MambaState(NamedTuple):
@@ -148,15 +161,15 @@ class Mamba(Mixer):
             if size < 1:
                 raise _checks.fail(name, size, "at least 1")
         self.sizes = (rank, d_state, d_state)
-        self.in_proj = nn.Linear(d_model, 2 * inner, bias=bias)
+        self.in_proj = Linear(d_model, 2 * inner, bias=bias)
         self.conv1d = ShortConvolution(inner, conv_size, bias=conv_bias)
-        self.x_proj = nn.Linear(inner, sum(self.sizes), bias=False)
+        self.x_proj = Linear(inner, sum(self.sizes), bias=False)
         self.dt_proj = StepProjection(rank, inner, dt_min, dt_max, dt_init, dt_scale, dt_init_floor)
         rates = torch.arange(1, d_state + 1, dtype=torch.float32)
         self.A_log = no_weight_decay(rates.log().repeat(inner, 1))
         self.D = no_weight_decay(torch.ones(inner))
         self.norms = nn.ModuleList(RMSNorm(size, eps=norm_eps, affine=False) for size in self.sizes * norm_dt_b_c)
-        self.out_proj = nn.Linear(inner, d_model, bias=bias)
+        self.out_proj = Linear(inner, d_model, bias=bias)
 
     def mix(
         self, x: Tensor, state: Any, mask: Tensor | None, cu_seqlens: Tensor | None, mode: str, backend: str
@@ -169,9 +182,9 @@ class Mamba(Mixer):
             low, B, C = (norm(part) for norm, part in zip(self.norms, (low, B, C), strict=True))
         y, recurrent = mamba(
             x, mask_gate(self.dt_proj(low), mask), -promote(self.A_log).exp(), B.unsqueeze(2), C.unsqueeze(2),
-            D=self.D, state=recurrent, cu_seqlens=cu_seqlens, mode=mode, backend=backend,
+            state=recurrent, cu_seqlens=cu_seqlens, mode=mode, backend=backend,
         )  # fmt: skip
-        return self.out_proj(y * F.silu(z)), MambaState(tail, recurrent)
+        return self.out_proj(skip_and_gate(y, x, z, self.D)), MambaState(tail, recurrent)
 
 
 register(

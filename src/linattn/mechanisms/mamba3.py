@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linattn import _checks, engine
-from linattn.layers.mixer import Mixer, mask_gate, no_weight_decay, time_step_bias
+from linattn.layers.linear import Linear
+from linattn.layers.mixer import Mixer, mask_gate, no_weight_decay, time_step_bias, time_steps
 from linattn.layers.norms import RMSNorm, promote
 from linattn.layers.rotary import exact_dtype, turn
 from linattn.layers.sequences import sequence_of_token
@@ -280,7 +281,7 @@ class Mamba3(Mixer):
         self.d_state, self.mimo_rank, self.heavy_tail, self.A_floor = d_state, mimo_rank, heavy_tail, A_floor
         maps, pairs = mimo_rank * num_groups * d_state, int(d_state * rope_fraction) // 2
         self.sizes = (inner, inner, maps, maps, self.num_heads, self.num_heads, self.num_heads, pairs)
-        self.in_proj = nn.Linear(d_model, sum(self.sizes), bias=False)
+        self.in_proj = Linear(d_model, sum(self.sizes), bias=False)
         self.dt_bias = no_weight_decay(time_step_bias(self.num_heads))
         self.B_norm, self.C_norm = (RMSNorm(d_state, eps=norm_eps) for _ in range(2))
         bias = torch.ones(self.num_heads, mimo_rank, d_state)
@@ -290,7 +291,7 @@ class Mamba3(Mixer):
             self.mimo_x, self.mimo_z, self.mimo_o = (nn.Parameter(ones / n) for n in (mimo_rank, 1, mimo_rank))
         self.D = no_weight_decay(torch.ones(self.num_heads))
         self.norm = RMSNorm(inner, eps=norm_eps, groups=self.num_heads) if out_norm else None
-        self.out_proj = nn.Linear(inner, d_model, bias=False)
+        self.out_proj = Linear(inner, d_model, bias=False)
 
     def mix(
         self, x: Tensor, state: Any, mask: Tensor | None, cu_seqlens: Tensor | None, mode: str, backend: str
@@ -299,7 +300,7 @@ class Mamba3(Mixer):
         z, x = (t.unflatten(-1, (1, self.num_heads, -1)) for t in (z, x))
         if self.mimo_rank > 1:
             z, x = (t * w.transpose(0, 1).to(t.dtype) for t, w in ((z, self.mimo_z), (x, self.mimo_x)))
-        dt = mask_gate(F.softplus(promote(dt) + self.dt_bias), mask)
+        dt = mask_gate(time_steps(dt, self.dt_bias), mask)
         angles = (math.pi * promote(angles).tanh()).unsqueeze(2).expand(-1, -1, self.num_heads, -1)
         B, C = self._map(B, self.B_norm, self.B_bias), self._map(C, self.C_norm, self.C_bias)
         y, state = _mamba3(

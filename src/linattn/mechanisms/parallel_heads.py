@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn import _checks, registry
+from linattn.layers.linear import Linear
 from linattn.layers.mixer import Mixer
 from linattn.layers.norms import RMSNorm
 from linattn.mechanisms.softmax_attention import AttentionState, SoftmaxAttention
@@ -83,7 +84,7 @@ class ParallelHeads(Mixer):
         self.num_heads = self.attention.num_heads
         widths = [_open(layer) for layer in (self.linear, self.attention)]
         self.linear_norm, self.attention_norm = (RMSNorm(width, eps=norm_eps) for width in widths)
-        self.out_proj = nn.Linear(sum(widths), d_model, bias=False)
+        self.out_proj = Linear(sum(widths), d_model, bias=False)
 
     def mix(
         self,

@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from linattn import _checks, engine
+from linattn.layers.linear import Linear
 from linattn.layers.mixer import Mixer, mask_gate
 from linattn.layers.norms import RMSNorm
 from linattn.layers.rotary import Rotary
@@ -105,10 +106,10 @@ class Retention(Mixer):
         self.head_dim = divide("num_heads", self.num_heads, d_model, "d_model", even=True)
         self.head_v_dim = divide("num_heads", self.num_heads, value_dim, "expand_v * d_model")
         self.sizes = (d_model, d_model, value_dim, value_dim)
-        self.in_proj = nn.Linear(d_model, sum(self.sizes), bias=False)
+        self.in_proj = Linear(d_model, sum(self.sizes), bias=False)
         self.rotary = Rotary(self.head_dim, interleaved=not rope, inclusive=not rope)
         self.norm = RMSNorm(self.head_v_dim, eps=norm_eps, affine=norm_affine)
-        self.out_proj = nn.Linear(value_dim, d_model, bias=False)
+        self.out_proj = Linear(value_dim, d_model, bias=False)
 
     def mix(
         self, x: Tensor, state: Any, mask: Tensor | None, cu_seqlens: Tensor | None, mode: str, backend: str

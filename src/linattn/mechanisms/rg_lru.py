@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from linattn import _checks, engine
 from linattn.layers.convolution import ShortConvolution
+from linattn.layers.linear import Linear, einsum
 from linattn.layers.mixer import Mixer, mask_gate, no_weight_decay
 from linattn.layers.norms import promote
 from linattn.layers.sequences import positions, sequence_of_token
@@ -126,13 +127,13 @@ class RGLRU(Mixer):
         if num_heads is None:
             num_heads = default_heads(self.width, min(max(d_model // 4, 32), 256))
         self.num_heads, block = num_heads, divide("num_heads", num_heads, self.width, "expand * d_model")
-        self.in_proj = nn.Linear(d_model, 2 * self.width)
+        self.in_proj = Linear(d_model, 2 * self.width)
         self.conv1d = ShortConvolution(self.width, conv_size, bias=True, activation=False)
         # The blocks of the input gate, then those of the recurrence gate.
         self.gate_weight = nn.Parameter(torch.empty(2, num_heads, block, block).normal_(std=math.sqrt(0.01 / block)))
         self.gate_bias = nn.Parameter(torch.zeros(2, num_heads, block))
         self.decay = no_weight_decay(torch.empty(self.width).uniform_(0.9**2, 0.999**2).rsqrt().sub(1).log())
-        self.out_proj = nn.Linear(self.width, d_model)
+        self.out_proj = Linear(self.width, d_model)
         nn.init.zeros_(self.in_proj.bias)
         nn.init.zeros_(self.out_proj.bias)
         if self.conv1d.weight is not None and self.conv1d.bias is not None:
@@ -146,7 +147,7 @@ class RGLRU(Mixer):
         position, offset = positions(x, offset, mask, cu_seqlens)
         u, y = self.in_proj(x).chunk(2, dim=-1)
         u, tail = self.conv1d(u, tail, mask=mask, cu_seqlens=cu_seqlens)
-        blocks = torch.einsum("bthi,jhio->bjtho", u.unflatten(-1, (self.num_heads, -1)), self.gate_weight)
+        blocks = einsum("bthi,jhio->bjtho", u.unflatten(-1, (self.num_heads, -1)), self.gate_weight)
         i, r = (blocks + self.gate_bias[:, None]).flatten(3).sigmoid().unbind(1)
         g = -POWER * promote(r) * F.softplus(promote(self.decay))
         h, recurrent = rg_lru(

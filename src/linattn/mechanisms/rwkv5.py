@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from linattn import _checks, engine
 from linattn.layers.group_norm import GroupNorm
+from linattn.layers.linear import Linear
 from linattn.layers.mixer import Mixer, mask_gate, no_weight_decay
 from linattn.layers.norms import promote
 from linattn.layers.rwkv import block, bonus_start, decay_start, depth, start
@@ -107,10 +108,10 @@ class RWKV5(Mixer):
         else:
             self.time_decay = no_weight_decay(decay_start(H, -8, -1, deep)[:, None])
             self.time_bonus = no_weight_decay(torch.full((H, 1), -3.0))
-        self.receptance, self.key, self.value = (nn.Linear(d_model, d_model, bias=False) for _ in range(3))
-        self.gate = None if version == "5.0" else nn.Linear(d_model, d_model, bias=False)
+        self.receptance, self.key, self.value = (Linear(d_model, d_model, bias=False) for _ in range(3))
+        self.gate = None if version == "5.0" else Linear(d_model, d_model, bias=False)
         self.norm = GroupNorm(H, self.head_dim, eps=group_norm_eps, start=((1 + layer_index) / num_layers) ** 0.7)
-        self.output = nn.Linear(d_model, d_model, bias=False)
+        self.output = Linear(d_model, d_model, bias=False)
         start((self.receptance, 1), (self.key, 0.1), (self.value, 1), (self.gate, 0.1), (self.output, 0))
 
     def mix(

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from linattn import engine
 from linattn.layers.group_norm import GroupNorm
+from linattn.layers.linear import Linear, einsum
 from linattn.layers.low_rank import LowRank
 from linattn.layers.mixer import Mixer, mask_gate, no_weight_decay
 from linattn.layers.norms import promote
@@ -104,15 +105,15 @@ class RWKV6(Mixer):
         self.shift_base = no_weight_decay(late.clone())
         ramps = [late, late, channel_ramp(d_model, fall, 0.3 * deep), early, early]
         self.shift_mix = no_weight_decay(torch.stack(ramps))  # of w, k, v, r, g
-        self.shift_down = nn.Linear(d_model, 5 * mix_rank, bias=False)
+        self.shift_down = Linear(d_model, 5 * mix_rank, bias=False)
         self.shift_down.weight = no_weight_decay(torch.zeros(5 * mix_rank, d_model))
         self.shift_up = no_weight_decay(torch.empty(5, mix_rank, d_model).uniform_(-0.01, 0.01))
         self.decay = LowRank(d_model, decay_rank, key_dim, torch.tanh, decay_start(key_dim, -6, -1, deep))
         self.time_bonus = no_weight_decay(bonus_start(key_dim, deep).view(H, -1))
-        self.receptance, self.key = (nn.Linear(d_model, key_dim, bias=False) for _ in range(2))
-        self.value, self.gate = (nn.Linear(d_model, d_model, bias=False) for _ in range(2))
+        self.receptance, self.key = (Linear(d_model, key_dim, bias=False) for _ in range(2))
+        self.value, self.gate = (Linear(d_model, d_model, bias=False) for _ in range(2))
         self.norm = GroupNorm(H, self.head_dim, eps=group_norm_eps, start=((1 + layer_index) / num_layers) ** 0.7)
-        self.output = nn.Linear(d_model, d_model, bias=False)
+        self.output = Linear(d_model, d_model, bias=False)
         start((self.receptance, 1), (self.key, 0.1), (self.value, 1), (self.gate, 0.1), (self.output, 0))
 
     def mix(
@@ -122,7 +123,7 @@ class RWKV6(Mixer):
         before, shift = token_shift(x, shift, mask=mask, cu_seqlens=cu_seqlens)
         base = interpolate(x, before, self.shift_base[None])[0]
         low = torch.tanh(self.shift_down(base)).unflatten(-1, (5, -1))
-        moved = torch.einsum("btjr,jrc->jbtc", low, self.shift_up.to(low.dtype))
+        moved = einsum("btjr,jrc->jbtc", low, self.shift_up.to(low.dtype))
         weight = self.shift_mix[:, None, None].to(moved.dtype) + moved
         xw, xk, xv, xr, xg = (x + (before - x) * weight).unbind()
         q, k, v = (

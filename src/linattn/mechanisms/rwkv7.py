@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from linattn import _checks, engine
 from linattn.layers.group_norm import GroupNorm
+from linattn.layers.linear import Linear
 from linattn.layers.low_rank import LowRank
 from linattn.layers.mixer import Mixer, mask_gate, no_weight_decay
 from linattn.layers.norms import promote
@@ -130,7 +131,7 @@ class RWKV7(Mixer):
         self.k_k = no_weight_decay((0.71 - 0.1 * line).view(H, -1))
         self.k_a = no_weight_decay(torch.full((H, self.head_dim), 1.02))
         self.r_k = no_weight_decay(torch.full((H, self.head_dim), -0.04))
-        self.receptance, self.key, self.value, self.output = (nn.Linear(C, C, bias=False) for _ in range(4))
+        self.receptance, self.key, self.value, self.output = (Linear(C, C, bias=False) for _ in range(4))
         for projection, bound in ((self.receptance, 0.5), (self.key, 0.05), (self.value, 0.5), (self.output, 0.0)):
             nn.init.uniform_(projection.weight, -bound * C**-0.5, bound * C**-0.5)
         self.norm = GroupNorm(H, self.head_dim, eps=group_norm_eps, start=((1 + layer_index) / num_layers) ** 0.7)

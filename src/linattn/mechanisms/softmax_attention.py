@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from linattn import _checks
+from linattn.layers.linear import Linear
 from linattn.layers.mixer import Mixer
 from linattn.layers.norms import RMSNorm
 from linattn.layers.rotary import Rotary
@@ -221,11 +222,11 @@ class SoftmaxAttention(Mixer):
             raise _checks.fail("window", window, "at least 1 token")
         self.window = window
         self.split = (self.num_heads, self.num_kv_heads, self.num_kv_heads, self.num_heads * output_gate)
-        self.in_proj = nn.Linear(d_model, sum(self.split) * self.head_dim, bias=False)
+        self.in_proj = Linear(d_model, sum(self.split) * self.head_dim, bias=False)
         self.q_norm = RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else None
         self.rotary = Rotary(self.rotary_dim, rope_base) if self.rotary_dim else None
-        self.out_proj = nn.Linear(self.num_heads * self.head_dim, d_model, bias=False)
+        self.out_proj = Linear(self.num_heads * self.head_dim, d_model, bias=False)
 
     def mix(
         self, x: Tensor, state: Any, mask: Tensor | None, cu_seqlens: Tensor | None, mode: str, backend: str

@@ -12,6 +12,7 @@ from linattn import registry, state
 from linattn._checks import fail, has_values
 from linattn.layers import RMSNorm, SwiGLU
 from linattn.layers.channel_mix import ChannelMix
+from linattn.layers.linear import Linear
 from linattn.models.config import ModelConfig
 
 ModelState = tuple[Any, ...]
@@ -102,7 +103,7 @@ class LanguageModel(nn.Module):
         self.embedding_norm = _norm(config) if config.embedding_norm else None
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.norm = _norm(config)
-        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.head = Linear(config.d_model, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
         self._initialize()

@@ -14,10 +14,13 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from linattn import engine
+from linattn.backends import _fused
 from linattn.backends.cpu import fused
 from linattn.layers import RMSNorm, ShortConvolution, SwiGLU, l2_normalize
 from linattn.layers.group_norm import GroupNorm
+from linattn.layers.mixer import time_steps
 from linattn.layers.token_shift import token_mix, token_shift
+from linattn.mechanisms.mamba import skip_and_gate
 from linattn.testing import Standard, accurate
 
 Run = Callable[..., Any]
@@ -49,6 +52,22 @@ class Unit(SwiGLU):
     def __init__(self) -> None:
         nn.Module.__init__(self)
         self.in_proj = self.out_proj = nn.Identity()
+
+
+class Channels(nn.Module):
+    """A number for each channel."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels))
+
+
+def _steps(channels: nn.Module, x: Tensor) -> Tensor:
+    return time_steps(x, channels.weight)
+
+
+def _skipped(channels: nn.Module, y: Tensor, x: Tensor, z: Tensor) -> Tensor:
+    return skip_and_gate(y, x, z, channels.weight)
 
 
 def _gated(norm: nn.Module, x: Tensor, z: Tensor) -> Any:
@@ -89,6 +108,10 @@ SUBJECTS: dict[str, Subject] = {
     "group norm without bias": Subject(lambda: GroupNorm(2, 64, bias=False), ((2, 40, 2, 64),), _plainly),
     "gated unit": Subject(Unit, ((2, 40, 42),), _plainly),
     "long gated unit": Subject(Unit, ((3, 4100),), _plainly),
+    "steps": Subject(lambda: Channels(150), ((2, 270, 150),), _steps),
+    "long steps": Subject(lambda: Channels(1100), ((2, 1100),), _steps),
+    "skip": Subject(lambda: Channels(150), ((2, 270, 150),) * 3, _skipped),
+    "long skip": Subject(lambda: Channels(1101), ((2, 1101),) * 3, _skipped),
     "mixes": Subject(lambda: Mixes(6, 150), ((2, 70, 150),), _plainly),
     "mixes of one token": Subject(lambda: Mixes(3, 16), ((2, 1, 16), (2, 16)), _plainly),
     "padded mixes": Subject(lambda: Mixes(2, 16), ((3, 70, 16), (3, 16)), _plainly, {"mask": MASK}),
@@ -100,11 +123,12 @@ every_subject = pytest.mark.parametrize("name", SUBJECTS)
 @contextmanager
 def torch_code() -> Iterator[None]:
     """The layers as they are where there is no library."""
-    serves, fused.serves = fused.serves, lambda *_: False
+    kernels = dict(_fused.KERNELS)
+    _fused.KERNELS.clear()
     try:
         yield
     finally:
-        fused.serves = serves
+        _fused.KERNELS.update(kernels)
 
 
 def layer_of(subject: Subject) -> nn.Module:
@@ -129,7 +153,7 @@ def results_of(subject: Subject, layer: nn.Module, inputs: list[Tensor], call: R
     if mask is not None:
         outputs = [t[mask] if t.shape[:2] == mask.shape else t for t in outputs]
     random = torch.Generator().manual_seed(2)
-    grads = [torch.randn(t.shape, generator=random).to(inputs[0].dtype).to(t.dtype) for t in outputs]
+    grads = [torch.randn(t.shape, generator=random).to(inputs[0].dtype).to(t) for t in outputs]
     wanted = [*inputs, *layer.parameters()]
     moved, given = zip(*((t, grad) for t, grad in zip(outputs, grads, strict=True) if t.requires_grad), strict=True)
     found = torch.autograd.grad(moved, wanted, given, allow_unused=True, materialize_grads=True)
@@ -171,7 +195,7 @@ def test_equals_the_torch_code(name: str, dtype: torch.dtype, calls: list[str]) 
     inputs = inputs_of(subject, dtype)
     results = results_of(subject, layer_of(subject), inputs)
     assert len(calls) == 2  # forward and backward
-    assert results["output 0"].dtype == dtype
+    assert results["output 0"].dtype == (torch.float32 if "steps" in name else dtype)
     accurate(results, standard(subject, dtype), name)
     with torch.no_grad():  # generation
         y = subject.call(layer_of(subject), *inputs, **subject.where)
@@ -181,7 +205,7 @@ def test_equals_the_torch_code(name: str, dtype: torch.dtype, calls: list[str]) 
 
 
 @pytest.mark.parametrize(
-    "name", ["convolution", "norm of odd heads, gated", "norm of groups, gate first", "gated unit"]
+    "name", ["convolution", "norm of odd heads, gated", "norm of groups, gate first", "gated unit", "steps", "skip"]
 )
 @pytest.mark.parametrize("layout", ["part of a projection", "transposed", "expanded"])
 def test_any_layout(name: str, layout: str) -> None:
@@ -265,7 +289,7 @@ def test_gates_of_any_size(dtype: torch.dtype) -> None:
     """silu and its slope from one end of the numbers to the other; NaN stays NaN."""
     z = torch.tensor([-math.inf, -3e38, -1e4, -100, -89, -87, -20, -1e-30, 0, 1e-30, 20, 89, 1e4, 3e38, math.nan])
     z = z.to(dtype).requires_grad_()
-    y = fused.glu(torch.stack([z, torch.ones_like(z)], -1))[:, 0]
+    y = _fused.glu(torch.stack([z, torch.ones_like(z)], -1))[:, 0]
     (slope,) = torch.autograd.grad(y, z, torch.ones_like(y))
     wide = z.detach().double().requires_grad_()
     wanted = nn.functional.silu(wide)
@@ -277,16 +301,18 @@ def test_gates_of_any_size(dtype: torch.dtype) -> None:
     assert slope[0].abs() <= 1e-35
 
 
-@pytest.mark.parametrize("name", ["padded", "packed", "norm of odd heads, gated", "gated unit", "packed mixes"])
+@pytest.mark.parametrize(
+    "name", ["padded", "packed", "norm of odd heads, gated", "gated unit", "packed mixes", "steps", "skip"]
+)
 def test_the_registered_ops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = SUBJECTS[name]
-    call, ops = fused._call, []
+    call, ops = _fused._call, []
 
     def recorded(op: str, *values: Any) -> Any:
         ops.append((op, [v.detach().clone() if isinstance(v, Tensor) else v for v in values]))
         return call(op, *values)
 
-    monkeypatch.setattr(fused, "_call", recorded)
+    monkeypatch.setattr(_fused, "_call", recorded)
     results_of(subject, layer_of(subject), inputs_of(subject, torch.float32))
     (forward, values), (backward, others) = ops
     assert backward == f"{forward}_backward"
@@ -297,7 +323,9 @@ def test_the_registered_ops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.library.opcheck(getattr(torch.ops.linattn, op), tuple(moving))
 
 
-@pytest.mark.parametrize("name", ["convolution", "padded", "packed", "norm of odd heads, gated", "mixes", "gated unit"])
+@pytest.mark.parametrize(
+    "name", ["convolution", "padded", "packed", "norm of odd heads, gated", "mixes", "gated unit", "steps", "skip"]
+)
 def test_one_graph(name: str, calls: list[str]) -> None:
     subject = SUBJECTS[name]
     torch.compiler.reset()
@@ -310,7 +338,21 @@ def test_one_graph(name: str, calls: list[str]) -> None:
     assert all(torch.equal(results[n], wanted[n]) for n in wanted)
 
 
-@pytest.mark.parametrize("name", ["convolution", "norm", "gated unit", "mixes"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("level")
+def test_steps_of_any_size(dtype: torch.dtype) -> None:
+    """softplus to float32's accuracy where it is tiny, too; NaN stays NaN."""
+    z = torch.tensor([-math.inf, -3e38, -110, -80, -20, -1e-30, 0, 1e-30, 20, 89, 3e38, math.inf, math.nan]).to(dtype)
+    z.requires_grad_()
+    y = time_steps(z[:, None], torch.zeros(1))[:, 0]
+    (slope,) = torch.autograd.grad(y, z, torch.ones_like(y))
+    wide = z.detach().double()
+    torch.testing.assert_close(y.double(), nn.functional.softplus(wide), rtol=5e-7, atol=1e-44, equal_nan=True)
+    rtol = max(5e-7, torch.finfo(dtype).eps)
+    torch.testing.assert_close(slope.double(), wide.sigmoid(), rtol=rtol, atol=1e-38, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["convolution", "norm", "gated unit", "mixes", "steps"])
 def test_there_is_no_second_derivative(name: str) -> None:
     subject = SUBJECTS[name]
     (x,) = (t.requires_grad_() for t in inputs_of(subject, torch.float32))
@@ -356,6 +398,12 @@ def test_bad_input() -> None:
             layer(x, torch.zeros(1, 2, 5))
     with pytest.raises(ValueError, match=r"weight: got shape \[6\], wanted \[5\]"):
         GroupNorm(2, 3)(torch.zeros(2, 1, 5))
+    with pytest.raises(ValueError, match=r"bias: got shape \[2\], wanted \[5\]"):
+        time_steps(x, torch.zeros(2))
+    with pytest.raises(ValueError, match=r"z: got shape \[1, 4, 2\], wanted \[1, 4, 5\]"):
+        skip_and_gate(x, x, x[..., :2], torch.zeros(5))
+    with pytest.raises(ValueError, match=r"weight: got shape \[1\], wanted \[5\]"):
+        skip_and_gate(x, x, x, torch.zeros(1))
 
 
 def test_a_mix_is_the_shift_and_its_interpolation() -> None:

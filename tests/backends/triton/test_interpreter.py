@@ -17,8 +17,9 @@ pytest.importorskip("triton")
 @pytest.mark.skipif(
     tuple(map(int, version("numpy").split(".")[:2])) >= (2, 4), reason="Triton's interpreter breaks on numpy 2.4"
 )
-def test_laws_hold_in_the_interpreter() -> None:
-    laws = Path(__file__).with_name("test_laws.py")
+@pytest.mark.parametrize("module", ["test_laws.py", "test_fused.py"])
+def test_laws_hold_in_the_interpreter(module: str) -> None:
+    laws = Path(__file__).with_name(module)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(laws)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     run = subprocess.run(

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from linattn import _checks
-from linattn.backends import _boundary
+from linattn.backends import _boundary, _fused
 from linattn.backends._boundary import KERNELS, SELECTIVE, Grads, Kernel, Saved
 from linattn.backends._protocol import AverageInputs, Backend, MatrixInputs, Request, SelectiveInputs
-from linattn.backends.cpu import elementwise
+from linattn.backends.cpu import elementwise, fused
 from linattn.backends.cpu.layout import floats, in_large_pages, parts_for, plain, scratch, threads_for, type_of
 from linattn.backends.cpu.library import (
     BLOCK,
@@ -200,3 +200,4 @@ class Cpu(Backend):
 
 KERNELS[Cpu.name] = _NATIVE
 SELECTIVE[Cpu.name] = Selective()
+_fused.KERNELS["cpu"] = fused.KERNELS

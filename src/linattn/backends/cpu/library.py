@@ -17,7 +17,7 @@ from linattn.backends.cpu.build import HERE, NAME
 
 PATH = HERE / NAME
 LEVELS = ("plain", "avx2", "avx512")  # plain: SSE2 or NEON, whichever every machine of the kind has
-VERSION = 5  # of csrc/problem.h
+VERSION = 6  # of csrc/problem.h
 BLOCK = 64  # tokens between kept states, as there
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ISA = "LINATTN_CPU_ISA"
@@ -30,6 +30,8 @@ _LAYERS = {
     "norm": struct.Struct("12Q13q2d"),
     "glu": struct.Struct("4Q6q"),
     "mix": struct.Struct(f"{_TOKENS}11Q6q"),
+    "softplus": struct.Struct("7Q6q"),
+    "skip": struct.Struct("11Q9q"),
 }
 AXES = 6  # that operands of an instruction have
 _INSTRUCTION = struct.Struct(f"7q{AXES}q" + 4 * f"Qq{AXES}q" + "4qd")
@@ -82,7 +84,7 @@ class Library:
         self._functions.linattn_selective_backward(self.level, problem)
 
     def layer(self, name: str, problem: bytes, *, backward: bool) -> None:
-        """Run what a layer does beside the recurrence: convolution, norm, glu, mix."""
+        """Run what a layer does beside the recurrence: convolution, norm, glu, mix, softplus, skip."""
         getattr(self._functions, f"linattn_{name}_backward" if backward else f"linattn_{name}")(self.level, problem)
 
     def operation(self, name: str, kind: int) -> int:
@@ -181,5 +183,5 @@ def program_problem(pointers: list[int], sizes: list[int]) -> bytes:
 
 
 def layer_problem(name: str, values: list[int | float]) -> bytes:
-    """csrc/problem.h's Convolution, Norm, Glu or Mix."""
+    """csrc/problem.h's Convolution, Norm, Glu, Mix, Softplus or Skip."""
     return _LAYERS[name].pack(*values)

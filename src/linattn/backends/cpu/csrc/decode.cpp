@@ -24,6 +24,7 @@ namespace {
 
 #include "vector.h"
 // after it
+#include "functions.h"
 #include "scratch.h"
 
 // A thread's share of n things, in whole multiples of `unit`.
@@ -68,28 +69,9 @@ void two(int64_t n, void* y, const void* a, const void* b, F f) {
     static_cast<Y*>(y)[i] = static_cast<Y>(f(static_cast<const T*>(a)[i], static_cast<const T*>(b)[i]));
 }
 
-inline Vec magnitude(Vec x) { return x < Vec{} ? -x : x; }
 // Infinite where e^x is no float32.
 inline Vec full_exponential(Vec x) { return x > 88.722839f ? all(__builtin_inff()) : exponential(x); }
 inline Vec sigmoid(Vec x) { return 1.f / (1.f + full_exponential(-x)); }
-// log(1 + e) for 0 <= e <= 1 by the series of artanh(e / (2 + e)).
-inline Vec log_one_plus(Vec e) {
-  const Vec s = e / (e + 2.f), z = s * s;
-  Vec p = all(2.f / 17);
-  p = p * z + 2.f / 15;
-  p = p * z + 2.f / 13;
-  p = p * z + 2.f / 11;
-  p = p * z + 2.f / 9;
-  p = p * z + 2.f / 7;
-  p = p * z + 2.f / 5;
-  p = p * z + 2.f / 3;
-  p = p * z + 2.f;
-  return s * p;
-}
-inline Vec softplus(Vec x) {
-  const Vec positive = x > Vec{} ? x : x == x ? Vec{} : x;
-  return positive + log_one_plus(exponential(-magnitude(x)));
-}
 
 template <class T>
 T larger(T x, T y) {

@@ -60,7 +60,7 @@ using namespace linattn;
 
 extern "C" {
 // Version of problem.h; a library of another version is refused.
-int64_t linattn_version() { return 5; }
+int64_t linattn_version() { return 6; }
 
 // The highest level that this machine runs: 0 plain (SSE2 or NEON), 1 AVX2, 2 AVX-512.
 int64_t linattn_best_level() {
@@ -100,4 +100,8 @@ void linattn_glu(int64_t level, const Glu* p) { LAYERS[level]->glu(*p); }
 void linattn_glu_backward(int64_t level, const Glu* p) { LAYERS[level]->glu_backward(*p); }
 void linattn_mix(int64_t level, const Mix* p) { LAYERS[level]->mix(*p); }
 void linattn_mix_backward(int64_t level, const Mix* p) { LAYERS[level]->mix_backward(*p); }
+void linattn_softplus(int64_t level, const Softplus* p) { LAYERS[level]->softplus(*p); }
+void linattn_softplus_backward(int64_t level, const Softplus* p) { LAYERS[level]->softplus_backward(*p); }
+void linattn_skip(int64_t level, const Skip* p) { LAYERS[level]->skip(*p); }
+void linattn_skip_backward(int64_t level, const Skip* p) { LAYERS[level]->skip_backward(*p); }
 }

@@ -5,6 +5,8 @@
 //                 x silu(z), or y is multiplied by silu(z)
 //   glu           y = silu(a) b
 //   mix           y_k = x_t + w_k (x_{t-1} - x_t)
+//   softplus      y = log(1 + e^(x + bias))
+//   skip          y = (x + weight u) silu(z)
 //
 // Each number is read and each result written once; the backward computes again what lies between. Gradients of weights,
 // which are sums over tokens, are summed in double precision over pieces of fixed size: they do not depend on the number
@@ -20,6 +22,8 @@ namespace linattn {
 namespace {
 
 #include "vector.h"
+// after it
+#include "functions.h"
 
 typedef double Doubles __attribute__((vector_size(8 * LINATTN_LANES), aligned(8), may_alias));
 
@@ -481,22 +485,42 @@ void norm_backward(const Norm& p) {
   if (p.bias_partial) collect(p.dbias, p.bias_partial, pieces, p.weights, p.weights);
 }
 
-// ---- glu
+// ---- rows whose numbers are on their own
 
-constexpr int64_t GLU_CHUNK = 1024;
+constexpr int64_t PART = 1024;
 
-template <class Each>
-void for_each_chunk(const Glu& p, Each each) {
-  const int64_t rows = 16 * GLU_CHUNK / least(p.N, 16 * GLU_CHUNK);  // of a task
+// Every row in chunks: each(row, first number, numbers).
+template <class Problem, class Each>
+void for_each_chunk(const Problem& p, Each each) {
+  const int64_t rows = 16 * PART / least(p.N, 16 * PART);  // of a task
   parallel(ceil_to(p.R, rows) / rows, p.threads, [&](int64_t i) {
     for (int64_t row = i * rows; row < least(p.R, (i + 1) * rows); row++)
-      for (int64_t at = 0; at < p.N; at += GLU_CHUNK) each(row, at, least(GLU_CHUNK, p.N - at));
+      for (int64_t at = 0; at < p.N; at += PART) each(row, at, least(PART, p.N - at));
   });
 }
 
+// The same by tiles, for a sum over the rows: each(row, first number, numbers, near) adds to it.
+template <class Problem, class Each>
+void for_each_summed(const Problem& p, float* to, Each each) {
+  const Tokens rows{nullptr, nullptr, 1, p.R, p.R};
+  for_each_piece(rows, p.N, p.piece, p.threads, [&](int64_t number, int64_t at, int64_t n) {
+    double total[TILE] = {};
+    const int64_t end = least((number + 1) * p.piece, p.R);
+    for (int64_t from = number * p.piece; from < end; from += SUMMED) {
+      float near[TILE] = {};
+      for (int64_t row = from; row < least(from + SUMMED, end); row++) each(row, at, n, near);
+      for (int64_t i = 0; i < n; i += L) add(total + i, load(near + i));
+    }
+    if (p.partial) __builtin_memcpy(p.partial + number * p.N + at, total, n * sizeof(double));
+  });
+  if (p.partial) collect(to, p.partial, pieces_of(rows, p.piece), p.N, p.N);
+}
+
+// ---- glu
+
 void glu(const Glu& p) {
   for_each_chunk(p, [&](int64_t row, int64_t at, int64_t n) {
-    float a_room[GLU_CHUNK], b_room[GLU_CHUNK], y_room[GLU_CHUNK];
+    float a_room[PART], b_room[PART], y_room[PART];
     const float* a = vectors(a_room, p.x, p.type, row * p.x_row + at, n);
     const float* b = vectors(b_room, p.x, p.type, row * p.x_row + p.N + at, n);
     const Result y(y_room, p.y, p.type, row * p.N + at, n);
@@ -507,7 +531,7 @@ void glu(const Glu& p) {
 
 void glu_backward(const Glu& p) {
   for_each_chunk(p, [&](int64_t row, int64_t at, int64_t n) {
-    float a_room[GLU_CHUNK], b_room[GLU_CHUNK], y_room[GLU_CHUNK], da_room[GLU_CHUNK], db_room[GLU_CHUNK];
+    float a_room[PART], b_room[PART], y_room[PART], da_room[PART], db_room[PART];
     const float* a = vectors(a_room, p.x, p.type, row * p.x_row + at, n);
     const float* b = vectors(b_room, p.x, p.type, row * p.x_row + p.N + at, n);
     const float* dy = vectors(y_room, p.dy, p.type, row * p.dy_row + at, n);
@@ -521,6 +545,77 @@ void glu_backward(const Glu& p) {
     }
     da.close();
     db.close();
+  });
+}
+
+// ---- softplus
+
+void softplus(const Softplus& p) {
+  for_each_chunk(p, [&](int64_t row, int64_t at, int64_t n) {
+    float x_room[PART], bias_room[PART], y_room[PART];
+    const float* x = vectors(x_room, p.x, p.type, row * p.x_row + at, n);
+    const float* bias = vectors(bias_room, p.bias, FLOAT32, at, n);
+    const Result y(y_room, p.y, FLOAT32, row * p.N + at, n);
+    for (int64_t i = 0; i < n; i += L) store(y.to + i, softplus(load(x + i) + load(bias + i)));
+    y.close();
+  });
+}
+
+void softplus_backward(const Softplus& p) {
+  for_each_summed(p, p.dbias, [&](int64_t row, int64_t at, int64_t n, float* near) {
+    float x_room[TILE], bias_room[TILE], dy_room[TILE], dx_room[TILE];
+    const float* x = vectors(x_room, p.x, p.type, row * p.x_row + at, n);
+    const float* bias = vectors(bias_room, p.bias, FLOAT32, at, n);
+    const float* dy = vectors(dy_room, p.dy, FLOAT32, row * p.N + at, n);
+    const Result dx(dx_room, p.dx, p.type, row * p.N + at, n);
+    for (int64_t i = 0; i < n; i += L) {
+      const Vec d = load(dy + i) * Gate(load(x + i) + load(bias + i)).s;
+      store(dx.to + i, d);
+      store(near + i, load(near + i) + d);
+    }
+    dx.close();
+  });
+}
+
+// ---- skip
+
+void skip(const Skip& p) {
+  for_each_chunk(p, [&](int64_t row, int64_t at, int64_t n) {
+    float x_room[PART], u_room[PART], z_room[PART], weight_room[PART], y_room[PART];
+    const float* x = vectors(x_room, p.x, p.type, row * p.x_row + at, n);
+    const float* u = vectors(u_room, p.u, p.type, row * p.u_row + at, n);
+    const float* z = vectors(z_room, p.z, p.type, row * p.z_row + at, n);
+    const float* weight = vectors(weight_room, p.weight, FLOAT32, at, n);
+    const Result y(y_room, p.y, p.type, row * p.N + at, n);
+    for (int64_t i = 0; i < n; i += L)
+      store(y.to + i, (load(x + i) + load(weight + i) * load(u + i)) * Gate(load(z + i)).silu());
+    y.close();
+  });
+}
+
+void skip_backward(const Skip& p) {
+  for_each_summed(p, p.dweight, [&](int64_t row, int64_t at, int64_t n, float* near) {
+    float x_room[TILE], u_room[TILE], z_room[TILE], weight_room[TILE], dy_room[TILE];
+    float dx_room[TILE], du_room[TILE], dz_room[TILE];
+    const float* x = vectors(x_room, p.x, p.type, row * p.x_row + at, n);
+    const float* u = vectors(u_room, p.u, p.type, row * p.u_row + at, n);
+    const float* z = vectors(z_room, p.z, p.type, row * p.z_row + at, n);
+    const float* dy = vectors(dy_room, p.dy, p.type, row * p.dy_row + at, n);
+    const float* weight = vectors(weight_room, p.weight, FLOAT32, at, n);
+    const Result dx(dx_room, p.dx, p.type, row * p.N + at, n);
+    const Result du(du_room, p.du, p.type, row * p.N + at, n);
+    const Result dz(dz_room, p.dz, p.type, row * p.N + at, n);
+    for (int64_t i = 0; i < n; i += L) {
+      const Gate gate(load(z + i));
+      const Vec w = load(weight + i), seen = load(u + i), d = load(dy + i), inner = d * gate.silu();
+      store(dx.to + i, inner);
+      store(du.to + i, w * inner);
+      store(dz.to + i, d * (load(x + i) + w * seen) * gate.slope());
+      store(near + i, load(near + i) + inner * seen);
+    }
+    dx.close();
+    du.close();
+    dz.close();
   });
 }
 
@@ -636,6 +731,7 @@ void mix_backward(const Mix& p) {
 
 extern const LayerKernels LINATTN_LAYERS;
 const LayerKernels LINATTN_LAYERS = {convolution, convolution_backward, norm, norm_backward,
-                                     glu,         glu_backward,         mix,  mix_backward};
+                                     glu,         glu_backward,         mix,  mix_backward,
+                                     softplus,    softplus_backward,    skip, skip_backward};
 
 }  // namespace linattn

@@ -149,6 +149,34 @@ struct Glu {
   int64_t R, N, x_row, dy_row, type, threads;
 };
 
+struct Softplus {
+  // y = log(1 + e^(x + bias)): x, dx [R, N] of `type`, bias [N]; y, dy float32; the rows of x are x_row numbers apart
+  const void* x;
+  const float* bias;
+  float* y;
+  // backward; partial [pieces of `piece` rows, N] is scratch
+  const float* dy;
+  void* dx;
+  float* dbias;
+  double* partial;
+  int64_t R, N, x_row, type;
+  int64_t piece, threads;
+};
+
+struct Skip {
+  // y = (x + weight u) silu(z): all [R, N] of `type`, weight [N]; rows of x, u, z and dy are so many numbers apart
+  const void *x, *u, *z;
+  const float* weight;
+  void* y;
+  // backward; partial [pieces of `piece` rows, N] is scratch
+  const void* dy;
+  void *dx, *du, *dz;
+  float* dweight;
+  double* partial;
+  int64_t R, N, x_row, u_row, z_row, dy_row, type;
+  int64_t piece, threads;
+};
+
 constexpr int64_t MIXES = 8;  // the most that there is a kernel for
 
 struct Mix {
@@ -206,6 +234,10 @@ struct LayerKernels {
   void (*glu_backward)(const Glu&);
   void (*mix)(const Mix&);
   void (*mix_backward)(const Mix&);
+  void (*softplus)(const Softplus&);
+  void (*softplus_backward)(const Softplus&);
+  void (*skip)(const Skip&);
+  void (*skip_backward)(const Skip&);
 };
 
 }  // namespace linattn
