@@ -203,15 +203,17 @@ def matrix(
         if engine.weighs(recurrence) and scale:
             return engine.matrix(inputs._replace(beta=weight, u=skip), form)
         if weight is not None:
-            wide = weight.to(torch.promote_types(weight.dtype, state_dtype(v.dtype)))
-            inputs = inputs._replace(v=(v * wide.unsqueeze(-1)).to(v.dtype))
+            inputs = inputs._replace(v=weighed(weight, v))
         o, S = engine.matrix(inputs, form)
-        if skip is not None:
-            wide = skip.to(torch.promote_types(skip.dtype, state_dtype(v.dtype)))
-            o = o + (wide.unsqueeze(-1) * v).to(v.dtype)
-        return o, S
+        return o if skip is None else o + weighed(skip, v), S
     o, S, z = engine.normalized(inputs, Divisor(weight, z, m, eps), form)
     return o, NormalizedState(S, z)
+
+
+def weighed(weight: Tensor, v: Tensor) -> Tensor:
+    """weight v in v's dtype, multiplied in float32 at least: v [B, T, H, V], weight [B, T, H] or [H]."""
+    wide = weight.to(torch.promote_types(weight.dtype, state_dtype(v.dtype)))
+    return (wide.unsqueeze(-1) * v).to(v.dtype)
 
 
 def _normalized_parts(state: Tensor | NormalizedState) -> NormalizedState:

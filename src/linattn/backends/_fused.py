@@ -78,6 +78,13 @@ def fits(name: str, x: Tensor | None, *shape: int) -> None:
         raise _checks.fail(name, f"shape {list(x.shape)}", str(list(shape)))
 
 
+def rows_of_tokens(x: Tensor, channels: int) -> tuple[int, int]:
+    """B and T of x [B, T, channels]."""
+    if x.dim() != 3 or x.shape[2] != channels:
+        raise _checks.fail("x", f"shape {list(x.shape)}", f"[B, T, {channels}]")
+    return x.shape[0], x.shape[1]
+
+
 def as_output(grad: Tensor | None, like: Tensor | None, x: Tensor) -> Tensor:
     """What an op returns, which cannot be None: empty where there was no input."""
     return x.new_empty(0) if grad is None or like is None else grad.to(like.dtype)

@@ -69,8 +69,7 @@ def discretise(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The arguments of :func:`mamba2`, checked -> values dt x in x's dtype, log-decays dt A, and the skip D x."""
     step, g = _discretised(x, dt, A, B, C, D)
-    skip = None if D is None else (D.to(step.dtype).unsqueeze(-1) * x).to(x.dtype)
-    return (x * step.unsqueeze(-1)).to(x.dtype), g, skip
+    return engine.weighed(step, x), g, None if D is None else engine.weighed(D, x)
 
 
 def _discretised(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -81,8 +81,8 @@ def mlstm(
     options: dict[str, Any] = {"scale": scale, "cu_seqlens": cu_seqlens, "mode": mode, "backend": backend}
     dtype = state_dtype(v.dtype)
     if not normalize:
-        v = (v * i.to(dtype).exp().unsqueeze(-1)).to(v.dtype)
-        return engine.matrix(PLAIN, q, k, v, g=f, state=state, **options)  # type: ignore[return-value, arg-type]
+        weight = i.to(dtype).exp()
+        return engine.matrix(PLAIN, q, k, v, g=f, weight=weight, state=state, **options)  # type: ignore[return-value, arg-type]
     sizes["N"] = i.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     if state is None:
         before, m = None, i.new_zeros(sizes["N"], sizes["H"], dtype=dtype)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from linattn import _checks
-from linattn.backends._fused import Kernels, as_output, fits, laid, norm_layout
+from linattn.backends._fused import Kernels, as_output, fits, laid, norm_layout, rows_of_tokens
 from linattn.backends.cpu.layout import threads_for
 from linattn.backends.cpu.library import TYPES, address, layer_problem, loaded
 
@@ -51,9 +51,7 @@ class _Tokens:
     """Which tokens belong together; padding is left out."""
 
     def __init__(self, x: Tensor, channels: int, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
-        if x.dim() != 3 or x.shape[2] != channels:
-            raise _checks.fail("x", f"shape {list(x.shape)}", f"[B, T, {channels}]")
-        self.N, self.T = x.shape[:2]
+        self.N, self.T = rows_of_tokens(x, channels)
         self.count = self.N * self.T
         self.ends = self.index = None
         if mask is not None:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linattn import _checks
-from linattn.backends._fused import Kernels, as_output, fits, laid, norm_layout
+from linattn.backends._fused import Kernels, as_output, fits, laid, norm_layout, rows_of_tokens
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILE = 4096  # numbers of a program's tile
@@ -40,12 +39,10 @@ def _launch(name: str, programs: int, tensors: tuple[Any, ...], numbers: tuple[A
 
 
 class _Sequences:
-    """Where each token's sequence begins and which it is, for packed rows; and where sequences begin and end."""
+    """Where each token's sequence begins and which it is, for packed rows; and each sequence's last tokens."""
 
     def __init__(self, x: Tensor, channels: int, cu_seqlens: Tensor | None) -> None:
-        if x.dim() != 3 or x.shape[2] != channels:
-            raise _checks.fail("x", f"shape {list(x.shape)}", f"[B, T, {channels}]")
-        self.B, self.T, self.C = x.shape
+        self.B, self.T = rows_of_tokens(x, channels)
         self.cu = cu_seqlens
         self.first = self.number = None
         self.N = self.B if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -54,19 +51,13 @@ class _Sequences:
             number = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True).clamp_(max=self.N - 1)
             self.number, self.first = number.to(torch.int32), cu_seqlens[number].to(torch.int32)
 
-    def ends(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """First tokens of the sequences, and those after their last."""
-        cu = self.cu
-        if cu is None:
-            cu = torch.arange(0, (self.B + 1) * self.T, self.T, device=device)
-        return cu[:-1], cu[1:]
-
     def last(self, past: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """The last ``past`` tokens of each sequence; which of them there are; their places in what came before."""
-        begins, ends = self.ends(device)
-        token = ends[:, None] + torch.arange(-past, 0, device=device)
-        there = token >= begins[:, None]
-        before = (token - begins[:, None] + past).clamp(0, max(past - 1, 0))
+        cu = torch.arange(0, (self.B + 1) * self.T, self.T, device=device) if self.cu is None else self.cu
+        begins = cu[:-1, None]
+        token = cu[1:, None] + torch.arange(-past, 0, device=device)
+        there = token >= begins
+        before = (token - begins + past).clamp(0, max(past - 1, 0))
         return torch.where(there, token, 0), there, before
 
 
@@ -130,15 +121,13 @@ def _norm(
     fits("gate", gate, *x.shape)
     x, gate, (R, M, N, row, gate_row) = norm_layout(x, gate, groups)
     y = x.new_empty(x.shape)
-    programs, constants = _tiles(x, weight, gate, R, M, N, centred, gate_first)
-    _launch(
-        "norm", programs * M, (x, weight, bias, gate, y), (R, 1 / N if mean else 1.0, eps), row, gate_row, *constants
-    )
+    tiles, constants = _tiles(weight, gate, R, M, N, centred, gate_first)
+    _launch("norm", tiles * M, (x, weight, bias, gate, y), (R, 1 / N if mean else 1.0, eps), row, gate_row, *constants)
     return y
 
 
 def _tiles(
-    x: Tensor, weight: Tensor | None, gate: Tensor | None, R: int, M: int, N: int, centred: bool, gate_first: bool
+    weight: Tensor | None, gate: Tensor | None, R: int, M: int, N: int, centred: bool, gate_first: bool
 ) -> tuple[int, tuple[Any, ...]]:
     """Tiles of rows, and the kernels' constants."""
     size = max(16, 1 << (N - 1).bit_length())
@@ -153,7 +142,7 @@ def _norm_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     x, gate, (R, M, N, row, gate_row) = norm_layout(x, gate, groups)
     dy = dy.to(x.dtype).contiguous()
-    tiles, constants = _tiles(x, weight, gate, R, M, N, centred, gate_first)
+    tiles, constants = _tiles(weight, gate, R, M, N, centred, gate_first)
     walk = max(-(-tiles * M // PROGRAMS), 1)
     places = -(-tiles // walk)
     dx, dgate = x.new_empty(x.shape), None if gate is None else gate.new_empty(gate.shape)
