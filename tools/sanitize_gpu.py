@@ -1,4 +1,4 @@
-"""Run a small case of every GPU kernel under compute-sanitizer: memcheck, then racecheck. Without the tool: nothing.
+"""Run a small case of every GPU kernel under compute-sanitizer: memcheck and racecheck. Without the tool: nothing.
 
 Everything is compiled before, side by side, so that the tool sees hardly anything but kernels.
 """
@@ -10,14 +10,20 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from glob import glob
+from itertools import product
 
 import torch
+from torch import Tensor
 
 from linattn import testing
 from linattn.backends._protocol import Request
 from linattn.engine import BACKENDS
+from linattn.layers import RMSNorm, ShortConvolution, SwiGLU
+from linattn.layers.exponential_gate import stabilize
 from linattn.testing import Case, Form, Sizes
 
 PLACES = ("/usr/local/cuda*/bin", "/usr/local/cuda*/compute-sanitizer", "/opt/nvidia/*", "/opt/nvidia/*/*")
@@ -25,29 +31,58 @@ FORM = Form("triton", "chunkwise")
 SMALL = Sizes(B=1, T=67, G=1, H=2, K=16, V=8)  # those of the laws, which have compiled them
 
 
-def cases() -> Iterator[tuple[Case, bool]]:
-    """Every kind of decay and of reading; and whether rows are to be split."""
+def recurrences() -> Iterator[Callable[[], object]]:
+    """Every kind of decay and of reading."""
     for subject in testing.recurrences():
         assert subject.recurrence is not None
         if BACKENDS["triton"].unsuited(Request(torch.device("cuda"), torch.float32, None, subject.recurrence)):
             continue
         for dtype in (torch.float32, torch.bfloat16):
             for gates in ("ordinary", "mixed") if subject.gated else ("ordinary",):
-                yield Case(subject, SMALL, dtype, gates, device="cuda"), False
-            yield Case(subject, Sizes(B=2, T=1, G=1, H=2, K=20, V=60), dtype, device="cuda"), False
-        yield Case(subject, SMALL, lengths=(3, 0, 1, 66), device="cuda"), False
-        yield Case(subject, Sizes(B=1, T=200, G=1, H=1, K=16, V=8), device="cuda"), True
+                yield partial(recurrence, Case(subject, SMALL, dtype, gates, device="cuda"))
+            yield partial(recurrence, Case(subject, Sizes(B=2, T=1, G=1, H=2, K=20, V=60), dtype, device="cuda"))
+        yield partial(recurrence, Case(subject, SMALL, lengths=(3, 0, 1, 66), device="cuda"))
+        yield partial(recurrence, Case(subject, Sizes(B=1, T=200, G=1, H=1, K=16, V=8), device="cuda"), split=True)
+
+
+def recurrence(case: Case, split: bool = False) -> None:
+    """Output and gradients; with ``split`` of rows that are cut."""
+    from linattn.backends.triton import launch
+
+    before = launch.SHORTEST, launch._processors
+    if split:
+        launch.SHORTEST, launch._processors = 64, lambda device: 132  # type: ignore[assignment]
+    testing.evaluate(case, testing.call(case, FORM, case.cu_seqlens), case.tensors(), case.state())
+    launch.SHORTEST, launch._processors = before
+
+
+def layers() -> Iterator[Callable[[], object]]:
+    """What stands beside the recurrence: convolution, norms, gated unit, the running maximum of gates."""
+
+    def x(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True)
+
+    for dtype, packed in product((torch.float32, torch.bfloat16), (False, True)):
+        cu = torch.tensor([0, 3, 3, 67], device="cuda") if packed else None
+        yield partial(gradients, ShortConvolution(48, 4).to("cuda", dtype), x(1, 67, 48), cu_seqlens=cu)
+        yield partial(gradients, stabilize, x(1, 67, 3), x(1, 67, 3), cu_seqlens=cu)
+        yield partial(gradients, RMSNorm(48).to("cuda", dtype), x(1, 67, 48), x(1, 67, 48))
+        yield partial(gradients, SwiGLU(16, 48).to("cuda", dtype), x(1, 67, 16))
+
+
+def gradients(function: Callable[..., object], *inputs: Tensor, **where: Tensor | None) -> None:
+    """Of all that a function returns."""
+    if function is stabilize:
+        inputs = (-inputs[0].abs(), inputs[1])
+    y = function(*inputs, **where)
+    parts = [y] if isinstance(y, Tensor) else [t for t in y if isinstance(t, Tensor)]  # type: ignore[attr-defined]
+    sum(t.float().sum() for t in parts).backward()  # type: ignore[union-attr]
 
 
 def work(part: int, parts: int) -> None:
-    """Output and gradients of every ``parts``-th case from ``part``."""
-    from linattn.backends.triton import launch
-
-    shortest, processors = launch.SHORTEST, launch._processors
-    for case, split in list(cases())[part::parts]:
-        launch.SHORTEST = 64 if split else shortest
-        launch._processors = (lambda device: 132) if split else processors  # type: ignore[assignment]
-        testing.evaluate(case, testing.call(case, FORM, case.cu_seqlens), case.tensors(), case.state())
+    """Every ``parts``-th case from ``part``."""
+    for run in [*recurrences(), *layers()][part::parts]:
+        run()
     torch.cuda.synchronize()
 
 
@@ -57,19 +92,18 @@ def sanitizer() -> str | None:
     return shutil.which(name) or next((path for place in PLACES for path in sorted(glob(f"{place}/{name}"))), None)
 
 
-def clean(tool: str, check: str, command: list[str], seconds: float) -> bool:
-    """Whether a check finds nothing; prints what it says."""
+def clean(command: list[str], check: str, part: str, seconds: float) -> bool:
+    """Whether a check finds nothing in a part; prints what it says."""
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that each tensor has bounds of its own
-    command = [tool, f"--tool={check}", "--error-exitcode=1", *command, "0/1"]
     try:
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
+        run = subprocess.run([*command, part], env=environment, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        print(f"{check}: not ready within {seconds:.0f} s")
+        print(f"{check} {part}: not ready within {seconds:.0f} s", flush=True)
         return False
     said = [line for line in (run.stdout + run.stderr).splitlines() if line.startswith("=====")]
-    print(f"{check}: exit code {run.returncode}", *said[:40], *said[40:][-1:], sep="\n")
+    print(f"{check} {part}: exit code {run.returncode}", *said[:40], *said[40:][-1:], sep="\n", flush=True)
     if run.returncode and len(said) < 3:
-        print(run.stderr[-2000:])
+        print(run.stderr[-2000:], flush=True)
     return run.returncode == 0
 
 
@@ -78,24 +112,31 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", help="i/n: run every n-th case from the i-th, and nothing else")
     parser.add_argument("--checks", nargs="+", default=["memcheck", "racecheck"], help="tools of compute-sanitizer")
-    parser.add_argument("--workers", type=int, default=8, help="processes that compile (default 8)")
-    parser.add_argument("--seconds", type=float, default=300, help="a check's time (default 300)")
+    parser.add_argument("--workers", type=int, default=8, help="processes side by side (default 8)")
+    parser.add_argument("--seconds", type=float, default=300, help="time of a check of a part (default 300)")
     options = parser.parse_args()
     if options.work:
-        part, parts = map(int, options.work.split("/"))
-        work(part, parts)
+        work(*map(int, options.work.split("/")))
         return 0
     tool = sanitizer()
     if tool is None or not torch.cuda.is_available():
         print("no compute-sanitizer or no GPU here: left out")
         return 0
     command = [sys.executable, "-W", "ignore", __file__, "--work"]
-    processes = [subprocess.Popen([*command, f"{i}/{options.workers}"]) for i in range(options.workers)]
+    parts = [f"{i}/{options.workers}" for i in range(options.workers)]
+    processes = [subprocess.Popen([*command, part]) for part in parts]
     codes = [process.wait() for process in processes]
     if any(codes):
         return 1
-    found = [check for check in options.checks if not clean(tool, check, command, options.seconds)]
-    return 1 if found else 0
+
+    def checked(pair: tuple[str, str]) -> bool:
+        check, part = pair
+        return clean([tool, f"--tool={check}", "--error-exitcode=1", *command], check, part, options.seconds)
+
+    pairs = [(check, part) for check in options.checks for part in parts]
+    with ThreadPoolExecutor(options.workers) as pool:
+        found = list(pool.map(checked, pairs))
+    return 0 if all(found) else 1
 
 
 if __name__ == "__main__":
