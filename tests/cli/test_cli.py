@@ -17,6 +17,8 @@ import torch
 
 from linattn import registry
 from linattn.cli import main
+from linattn.cli.demo import compiled
+from linattn.engine import Explanation
 from linattn.models import presets
 from linattn.training import read_metrics
 
@@ -193,6 +195,19 @@ def test_demo(capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path) ->
         assert word in out
     assert "tokens/s" in err
     assert (tmp_path / "runs" / "demo" / "compare.png").exists()
+
+
+def test_the_demo_trains_what_has_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU whose kernels do not know the delta rule, another mixer."""
+    device = torch.device("cpu")
+    assert compiled(device) == "gated_delta_rule"
+    for served, chosen in ((("gated_linear_attention",), "gated_linear_attention"), ((), "gated_delta_rule")):
+
+        def explain(name: str, device: torch.device, served: tuple[str, ...] = served) -> Explanation:
+            return Explanation("triton" if name in served else "chunked", {})
+
+        monkeypatch.setattr("linattn.cli.demo.explain", explain)
+        assert compiled(device) == chosen
 
 
 def test_threads(run: Path) -> None:

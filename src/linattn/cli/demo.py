@@ -14,10 +14,12 @@ from linattn.cli.compare import SHOWN, measure
 from linattn.cli.generate import continue_text
 from linattn.cli.output import Output
 from linattn.cli.train import announce, begin, train
+from linattn.engine import explain
 from linattn.models import ModelConfig
 from linattn.training import TrainConfig, load_corpus
 
 PROMPT = "def "
+MIXERS = ("gated_delta_rule", "gated_linear_attention")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +29,8 @@ class Demo(Command):
     About three minutes on two CPU cores.
     """
 
-    mechanism: str = "gated_delta_rule"
-    """The mixer of every layer."""
+    mechanism: str = "auto"
+    """The mixer of every layer; auto: the gated delta rule, or gated linear attention where only that has kernels."""
     minutes: float = 1.0
     """Minutes to train."""
     max_tokens: int = 600
@@ -43,7 +45,8 @@ class Demo(Command):
     def run(self, output: Output) -> int:
         folder = new_folder(self.out, Path("runs/demo"))
         config = TrainConfig(minutes=self.minutes, batch_size=4, sequence_length=256)
-        model = ModelConfig(pattern=self.mechanism, d_model=128)
+        pattern = compiled(config.torch_device()) if self.mechanism == "auto" else self.mechanism
+        model = ModelConfig(pattern=pattern, d_model=128)
         heading(output, "1. Train")
         output.say(
             "A language model that reads and writes bytes. Instead of attending to all earlier tokens, every layer "
@@ -81,6 +84,11 @@ class Demo(Command):
         output.say(f"\nEverything is in {folder}. Try next:")
         output.say(f'  linattn generate {folder} --prompt "class "\n  linattn list\n  linattn train --help')
         return 0
+
+
+def compiled(device: torch.device) -> str:
+    """The first of MIXERS that a backend of compiled kernels serves on a device; the first where none does."""
+    return next((name for name in MIXERS if explain(name, device=device).backend != "chunked"), MIXERS[0])
 
 
 def heading(output: Output, title: str) -> None:

@@ -14,6 +14,7 @@ from linattn.checkpoints import HuggingFaceTokenizer
 from linattn.cli.command import INTERRUPTED, Command, new_folder
 from linattn.cli.output import Output
 from linattn.cli.progress import watch
+from linattn.engine import explain
 from linattn.models import LanguageModel, ModelConfig, count_parameters, parse_pattern, preset
 from linattn.training import Corpus, Interrupted, TrainConfig, Trainer, load_corpus, plot_loss
 
@@ -120,6 +121,9 @@ def announce(trainer: Trainer, output: Output) -> None:
         f"{parameters / 1e6:.2f} million parameters. Text: {corpus.source or 'the source of Python itself'}, "
         f"{corpus.training.bytes / 1e6:.1f} MB, and {corpus.validation.bytes / 1e6:.1f} MB to validate on."
     )
+    mixers = {name for name in model.config.layers if not registry.get(name).composite}
+    served = sorted({explain(name, device=trainer.device).backend or "none" for name in mixers})
+    output.say(f"Device: {trainer.device}. Backend: {', '.join(served) or 'several'}.")
     if trainer.step:
         output.say(f"Resumed after step {trainer.step:,}.")
 
