@@ -42,7 +42,7 @@ def recurrences() -> Iterator[Callable[[], object]]:
                 yield partial(recurrence, Case(subject, SMALL, dtype, gates, device="cuda"))
             yield partial(recurrence, Case(subject, Sizes(B=2, T=1, G=1, H=2, K=20, V=60), dtype, device="cuda"))
         yield partial(recurrence, Case(subject, SMALL, lengths=(3, 0, 1, 66), device="cuda"))
-        yield partial(recurrence, Case(subject, Sizes(B=1, T=200, G=1, H=1, K=16, V=8), device="cuda"), split=True)
+        yield partial(recurrence, Case(subject, Sizes(B=1, T=300, G=1, H=1, K=16, V=8), device="cuda"), split=True)
 
 
 def recurrence(case: Case, split: bool = False) -> None:

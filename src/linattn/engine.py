@@ -142,7 +142,9 @@ def _plan(backend: str, known: tuple[Backend, ...], request: Request) -> _Plan:
 def _named(backend: str) -> tuple[Backend, ...]:
     """Those to choose from; none for an unknown name, as :func:`choose` will say."""
     name = PREFERRED if backend == "auto" else backend
-    return tuple(BACKENDS.values()) if name == "auto" else tuple(b for n, b in BACKENDS.items() if n == name)
+    if name == "auto":
+        return tuple(BACKENDS.values())
+    return (BACKENDS[name],) if name in BACKENDS else ()
 
 
 def _check_gate(g: Tensor | None, decay: Decay, sizes: dict[str, int]) -> None:

@@ -1,7 +1,7 @@
 """Where torch ends and a kernel begins: the registered ops, written once for every compiled-in backend.
 
 A kernel may branch on data and write into buffers; behind an op, ``torch.compile(fullgraph=True)`` and autograd see one
-node with a known shape.
+node with a known shape. Ops of a matrix recurrence are called as :mod:`linattn.backends._ops` says.
 
     linattn::matrix_forward   -> output, final state, and what the backward keeps: low-rank writes, states on the way
     linattn::matrix_backward  -> gradients of q, k, v, g, beta, a, b, u, state (empty where the input was absent)
@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.library import Library
 
+from linattn import _checks
+from linattn.backends._ops import call, define, differentiable
 from linattn.backends._protocol import (
     Divisor,
     MatrixInputs,
@@ -36,10 +37,10 @@ from linattn.recurrence import Read, Write
 
 
 class Saved(NamedTuple):
-    """What a forward keeps for its backward: O(T V) and a few states; empty tensors where nothing is kept."""
+    """What a forward keeps for its backward: O(T V) and a few states; None, or an empty tensor, where nothing is."""
 
-    writes: Tensor  # [B, T, H, V]: what the low-rank term wrote
-    states: Tensor  # [n, B, H, K, V]
+    writes: Tensor | None  # [B, T, H, V]: what the low-rank term wrote
+    states: Tensor | None  # [n, H, K, V] or [n, B, H, K, V]
 
 
 class Grads(NamedTuple):
@@ -53,20 +54,22 @@ class Grads(NamedTuple):
     a: Tensor | None
     b: Tensor | None
     u: Tensor | None
-    state: Tensor
+    state: Tensor | None
 
 
 class Kernel(ABC):
     """The compute of a backend behind the ops; ``ends`` are the checked boundaries of packed sequences, or None.
 
-    ``reads_gates`` False: the values of the gates are not checked, which would wait for the device.
+    ``reads_gates`` False: the values of the gates are not checked, which would wait for the device. ``reads_ends``
+    False: ``ends`` is always None, and boundaries are checked once, where they can be.
     """
 
     reads_gates = True
+    reads_ends = True
 
     @abstractmethod
-    def saved_shapes(self, x: MatrixInputs, mode: str) -> tuple[list[int], list[int]]:
-        """Shapes of :class:`Saved`."""
+    def saved_shapes(self, x: MatrixInputs, mode: str) -> tuple[list[int] | None, list[int] | None]:
+        """Shapes of :class:`Saved`; None for None."""
 
     @abstractmethod
     def forward(self, x: MatrixInputs, ends: list[int] | None, mode: str, save: bool) -> tuple[Tensor, Tensor, Saved]:
@@ -74,9 +77,10 @@ class Kernel(ABC):
 
     @abstractmethod
     def backward(
-        self, x: MatrixInputs, ends: list[int] | None, mode: str, saved: Saved, do: Tensor, dS: Tensor, need_g: bool
-    ) -> Grads:
-        """Gradients, given those of the output and of the final state."""
+        self, x: MatrixInputs, ends: list[int] | None, mode: str, saved: Saved, do: Tensor, dS: Tensor | None,
+        need_g: bool,
+    ) -> Grads:  # fmt: skip
+        """Gradients, given those of the output and of the final state (None: zero)."""
 
 
 class SelectiveGrads(NamedTuple):
@@ -157,43 +161,22 @@ _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? a, Tensor? b, Tensor? u, Tensor? state, "
     "Tensor? cu_seqlens, float scale, str write, str read, str mode, str kernel"
 )
-_library = Library("linattn", "DEF")
-_library.define(f"matrix_forward({_INPUTS}, bool save) -> (Tensor, Tensor, Tensor, Tensor)")
-_library.define(
-    f"matrix_backward(Tensor do, Tensor? dS, Tensor writes, Tensor states, {_INPUTS}, bool need_g) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-_library.define("scan(Tensor x, Tensor decay, Tensor state, str kernel) -> Tensor")
+_ARITY = 10  # tensors among _INPUTS
 _SELECTIVE = (
     "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? state, Tensor? cu_seqlens, str mode, str kernel"
 )
-_library.define(f"selective_forward({_SELECTIVE}, bool save) -> (Tensor, Tensor, Tensor)")
-_library.define(
-    f"selective_backward(Tensor dy, Tensor? dh, Tensor states, {_SELECTIVE}) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-_ARITY = 10  # tensors among _INPUTS
 _DIVIDED = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? state, Tensor? cu_seqlens, Tensor? weight, Tensor? z, Tensor? m, "
     "float scale, float eps, str kernel"
 )
-_library.define(f"divided_forward({_DIVIDED}) -> (Tensor, Tensor, Tensor, Tensor)")
-_library.define(
-    f"divided_backward(Tensor do, Tensor? dS, Tensor? dz, Tensor o, Tensor s, {_DIVIDED}, bool need_g) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
 _GATES = "Tensor f, Tensor i, Tensor? m, Tensor? cu_seqlens, str kernel"
-_library.define(f"stabilized({_GATES}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
-_library.define(
-    "stabilized_backward(Tensor? dg, Tensor? dj, Tensor? dm_before, Tensor? dm, Tensor? dfinal, Tensor? drescale, "
-    f"Tensor maxima, Tensor rescale, {_GATES}) -> (Tensor, Tensor, Tensor)"
-)
+_WORDS: dict[str, Any] = {word.value: word for words in (Write, Read) for word in words}
 
 
 def _inputs(args: tuple[Any, ...]) -> tuple[MatrixInputs, str, str]:
     *tensors, scale, write, read, mode, kernel = args
     q, k, v, g, beta, a, b, u, state, cu_seqlens = tensors
-    x = MatrixInputs(q, k, v, g, beta, a, b, u, state, cu_seqlens, scale, Write(write), Read(read))
+    x = MatrixInputs(q, k, v, g, beta, a, b, u, state, cu_seqlens, scale, _WORDS[write], _WORDS[read])
     return x, mode, kernel
 
 
@@ -201,41 +184,64 @@ def _rows(x: MatrixInputs) -> int:
     return x.v.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
 
 
-def _state_like(x: MatrixInputs) -> Tensor:
+def state_like(x: MatrixInputs) -> Tensor:
+    """An empty tensor [N, H, K, V]."""
     return x.v.new_empty(_rows(x), x.v.shape[2], x.k.shape[-1], x.v.shape[-1], dtype=state_dtype(x.v.dtype))
 
 
-def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+_HERE = nullcontext()
+
+
+def _uncast(x: Tensor) -> AbstractContextManager[object]:
+    """Autocast off, for torch's operations in kernels."""
+    return torch.autocast(x.device.type, enabled=False) if torch._C._is_any_autocast_enabled() else _HERE
+
+
+def check_boundaries(cu_seqlens: Tensor | None, length: int) -> None:
+    """Of packed sequences that a kernel reads by itself: now, unless the call is only recorded in a CUDA graph."""
+    if cu_seqlens is not None and not (cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()):
+        _checks.boundaries(cu_seqlens, length)
+
+
+def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     x, mode, kernel = _inputs(args[:-1])
-    ends = check_values(x.g if KERNELS[kernel].reads_gates else None, x.cu_seqlens, x.v.shape[1])
-    with torch.autocast(x.v.device.type, enabled=False):
-        o, S, saved = KERNELS[kernel].forward(x, ends, mode, args[-1])
-    return o, S, saved.writes, saved.states
+    run, ends = KERNELS[kernel], None
+    if run.reads_ends:
+        ends = check_values(x.g if run.reads_gates else None, x.cu_seqlens, x.v.shape[1])
+    else:
+        check_boundaries(x.cu_seqlens, x.v.shape[1])
+    with _uncast(x.v):
+        o, S, saved = run.forward(x, ends, mode, args[-1])
+    return o, S, *saved
 
 
-def _backward(do: Tensor, dS: Tensor | None, writes: Tensor, states: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def _backward(
+    do: Tensor, dS: Tensor | None, writes: Tensor | None, states: Tensor | None, *args: Any
+) -> tuple[Tensor | None, ...]:
     x, mode, kernel = _inputs(args[:-1])
-    ends = check_values(None, x.cu_seqlens, x.v.shape[1])
-    dS = torch.zeros_like(_state_like(x)) if dS is None else dS
-    with torch.autocast(x.v.device.type, enabled=False):
-        grads = KERNELS[kernel].backward(x, ends, mode, Saved(writes, states), do, dS, args[-1])
-    return tuple(x.v.new_empty(0) if grad is None else grad for grad in grads)
+    run = KERNELS[kernel]
+    ends = check_values(None, x.cu_seqlens, x.v.shape[1]) if run.reads_ends else None
+    with _uncast(x.v):
+        return run.backward(x, ends, mode, Saved(writes, states), do, dS, args[-1])
 
 
-def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _forward_fake(*args: Any) -> tuple[Tensor | None, ...]:
     x, mode, kernel = _inputs(args[:-1])
-    shapes = KERNELS[kernel].saved_shapes(x, mode) if args[-1] else ([0], [0])
-    writes, states = (x.v.new_empty(shape, dtype=state_dtype(x.v.dtype)) for shape in shapes)
-    return x.v.new_empty(x.v.shape), _state_like(x), writes, states
+    shapes = KERNELS[kernel].saved_shapes(x, mode) if args[-1] else (None, None)
+    dtype = state_dtype(x.v.dtype)
+    saved = (None if shape is None else x.v.new_empty(shape, dtype=dtype) for shape in shapes)
+    return x.v.new_empty(x.v.shape), state_like(x), *saved
 
 
-def _backward_fake(do: Tensor, dS: Tensor | None, writes: Tensor, states: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def _backward_fake(
+    do: Tensor, dS: Tensor | None, writes: Tensor | None, states: Tensor | None, *args: Any
+) -> tuple[Tensor | None, ...]:
     x, _, _ = _inputs(args[:-1])
     need = (x.q, x.k, x.v, x.g if args[-1] else None, x.beta, x.a, x.b, x.u)
-    return (*(x.v.new_empty(0) if t is None else t.new_empty(t.shape) for t in need), _state_like(x))
+    return *(None if t is None else t.new_empty(t.shape) for t in need), state_like(x)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
     ctx.save_for_backward(*inputs[:_ARITY], *output[2:])
     ctx.rest = inputs[_ARITY:-1]
     ctx.set_materialize_grads(False)
@@ -243,14 +249,11 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 def _gradient(ctx: Any, do: Tensor | None, dS: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     *tensors, writes, states = ctx.saved_tensors
-    v = tensors[2]
-    do = torch.zeros_like(v) if do is None else do
-    grads = torch.ops.linattn.matrix_backward(do, dS, writes, states, *tensors, *ctx.rest, ctx.needs_input_grad[3])
-    wanted = [
-        grad if need and given is not None else None
-        for grad, need, given in zip(grads, ctx.needs_input_grad, tensors, strict=False)
-    ]
-    return (*wanted, None, *(None for _ in ctx.rest), None)
+    need = ctx.needs_input_grad
+    do = torch.zeros_like(tensors[2]) if do is None else do
+    grads = call("matrix_backward", do, dS, writes, states, *tensors, *ctx.rest, need[3])
+    wanted = zip(grads, need, tensors, strict=False)
+    return (*(grad if need and given is not None else None for grad, need, given in wanted), *(None,) * 7)
 
 
 def _scan(x: Tensor, decay: Tensor, state: Tensor, kernel: str) -> Tensor:
@@ -284,7 +287,7 @@ def _selective_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     *tensors, mode, kernel, save = args
     x, run = SelectiveInputs(*tensors), SELECTIVE[kernel]
     ends = check_steps(x) if run.reads_gates else check_values(None, x.cu_seqlens, x.x.shape[1])
-    with torch.autocast(x.x.device.type, enabled=False):
+    with _uncast(x.x):
         return run.forward(x, ends, mode, save)
 
 
@@ -300,7 +303,7 @@ def _selective_backward(dy: Tensor, dh: Tensor | None, states: Tensor, *args: An
     x = SelectiveInputs(*tensors)
     ends = check_values(None, x.cu_seqlens, x.x.shape[1])
     dh = torch.zeros_like(_selective_state(x)) if dh is None else dh
-    with torch.autocast(x.x.device.type, enabled=False):
+    with _uncast(x.x):
         return SELECTIVE[kernel].backward(x, ends, mode, states, dy, dh)
 
 
@@ -319,7 +322,7 @@ def _selective_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ..
 def _selective_gradient(ctx: Any, dy: Tensor | None, dh: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     *tensors, states = ctx.saved_tensors
     dy = torch.zeros_like(tensors[0]) if dy is None else dy
-    grads = torch.ops.linattn.selective_backward(dy, dh, states, *tensors, *ctx.rest)
+    grads = call("selective_backward", dy, dh, states, *tensors, *ctx.rest)
     return (*(grad if need else None for grad, need in zip(grads, ctx.needs_input_grad, strict=False)), *(None,) * 4)
 
 
@@ -335,33 +338,32 @@ def _divided_arguments(x: MatrixInputs, by: Divisor) -> tuple[Any, ...]:
 
 def _divided_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, by, kernel = _divided_inputs(args)
-    check_values(None, x.cu_seqlens, x.v.shape[1])
-    with torch.autocast(x.v.device.type, enabled=False):
+    check_boundaries(x.cu_seqlens, x.v.shape[1])
+    with _uncast(x.v):
         return DIVIDED[kernel].forward(x, by)
 
 
 def _divided_forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, _, _ = _divided_inputs(args)
-    S, sums = _state_like(x), x.v.new_empty(x.v.shape[:-1], dtype=state_dtype(x.v.dtype))
+    S, sums = state_like(x), x.v.new_empty(x.v.shape[:-1], dtype=state_dtype(x.v.dtype))
     return x.v.new_empty(x.v.shape), sums, S, S.new_empty(S.shape[:-1])
 
 
 def _divided_backward(
     do: Tensor, dS: Tensor | None, dz: Tensor | None, o: Tensor, s: Tensor, *args: Any
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     x, by, kernel = _divided_inputs(args[:-1])
-    with torch.autocast(x.v.device.type, enabled=False):
-        grads = DIVIDED[kernel].backward(x, by, o, s, do, dS, dz, args[-1])
-    return tuple(x.v.new_empty(0) if grad is None else grad for grad in grads)
+    with _uncast(x.v):
+        return DIVIDED[kernel].backward(x, by, o, s, do, dS, dz, args[-1])
 
 
 def _divided_backward_fake(
     do: Tensor, dS: Tensor | None, dz: Tensor | None, o: Tensor, s: Tensor, *args: Any
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     x, by, _ = _divided_inputs(args[:-1])
-    S = _state_like(x)
+    S = state_like(x)
     needed = (x.q, x.k, x.v, x.g if args[-1] else None, S, by.weight, S[..., 0], by.m)
-    return tuple(x.v.new_empty(0) if t is None else t.new_empty(t.shape) for t in needed)
+    return tuple(None if t is None else t.new_empty(t.shape) for t in needed)
 
 
 def _divided_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -376,7 +378,7 @@ def _divided_gradient(
     o, s, *tensors = ctx.saved_tensors
     do = torch.zeros_like(o) if do is None else do
     need = ctx.needs_input_grad
-    found = torch.ops.linattn.divided_backward(do, dS, dz, o, s, *tensors, *ctx.rest, need[3])
+    found = call("divided_backward", do, dS, dz, o, s, *tensors, *ctx.rest, need[3])
     grads = [*found[:5], None, *found[5:]]
     wanted = zip(grads, need, tensors, strict=False)
     return (*(grad if need and given is not None else None for grad, need, given in wanted), *(None,) * 3)
@@ -384,7 +386,7 @@ def _divided_gradient(
 
 def _stabilized(*args: Any) -> Stabilized:
     *gates, kernel = args
-    check_values(None, gates[3], gates[1].shape[1])
+    check_boundaries(gates[3], gates[1].shape[1])
     return STABILIZERS[kernel].forward(*gates)
 
 
@@ -397,15 +399,13 @@ def _stabilized_fake(
     return tuple(i.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
 
 
-def _stabilized_backward(*args: Any) -> tuple[Tensor, ...]:
+def _stabilized_backward(*args: Any) -> tuple[Tensor | None, ...]:
     *grads, maxima, rescale, f, i, m, cu_seqlens, kernel = args
-    df, di, dm = STABILIZERS[kernel].backward(f, i, m, cu_seqlens, maxima, rescale, tuple(grads))
-    return df, di, i.new_empty(0) if dm is None else dm
+    return STABILIZERS[kernel].backward(f, i, m, cu_seqlens, maxima, rescale, tuple(grads))
 
 
-def _stabilized_backward_fake(*args: Any) -> tuple[Tensor, ...]:
-    f, i, m = args[8:11]
-    return f.new_empty(f.shape), i.new_empty(i.shape), i.new_empty(0) if m is None else m.new_empty(m.shape)
+def _stabilized_backward_fake(*args: Any) -> tuple[Tensor | None, ...]:
+    return tuple(None if t is None else t.new_empty(t.shape) for t in args[8:11])
 
 
 def _stabilized_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -415,42 +415,60 @@ def _stabilized_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
 
 
 def _stabilized_gradient(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    found = torch.ops.linattn.stabilized_backward(*grads, *ctx.saved_tensors, ctx.kernel)
+    found = call("stabilized_backward", *grads, *ctx.saved_tensors, ctx.kernel)
     return (*(grad if need else None for grad, need in zip(found, ctx.needs_input_grad, strict=False)), None, None)
 
 
-for _name, _impl, _fake in (
-    ("divided_forward", _divided_forward, _divided_forward_fake),
-    ("divided_backward", _divided_backward, _divided_backward_fake),
-    ("stabilized", _stabilized, _stabilized_fake),
-    ("stabilized_backward", _stabilized_backward, _stabilized_backward_fake),
-    ("matrix_forward", _forward, _forward_fake),
-    ("matrix_backward", _backward, _backward_fake),
-    ("scan", _scan, _scan_fake),
-    ("selective_forward", _selective_forward, _selective_forward_fake),
-    ("selective_backward", _selective_backward, _selective_backward_fake),
-):
-    _library.impl(_name, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"linattn::{_name}", _fake, lib=_library)
-torch.library.register_autograd("linattn::matrix_forward", _gradient, setup_context=_setup, lib=_library)
-torch.library.register_autograd(
-    "linattn::divided_forward", _divided_gradient, setup_context=_divided_setup, lib=_library
-)
-torch.library.register_autograd(
-    "linattn::stabilized", _stabilized_gradient, setup_context=_stabilized_setup, lib=_library
-)
-torch.library.register_autograd("linattn::scan", _scan_gradient, setup_context=_scan_setup, lib=_library)
-
-torch.library.register_autograd(
-    "linattn::selective_forward", _selective_gradient, setup_context=_selective_setup, lib=_library
-)
+define(
+    "matrix_forward", f"({_INPUTS}, bool save) -> (Tensor, Tensor, Tensor, Tensor)",
+    _forward, _forward_fake, _setup, _gradient,
+)  # fmt: skip
+define(
+    "matrix_backward",
+    f"(Tensor do, Tensor? dS, Tensor? writes, Tensor? states, {_INPUTS}, bool need_g) -> "
+    f"({', '.join(['Tensor'] * 9)})",
+    _backward, _backward_fake,
+)  # fmt: skip
+define(
+    "divided_forward", f"({_DIVIDED}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _divided_forward, _divided_forward_fake, _divided_setup, _divided_gradient,
+)  # fmt: skip
+define(
+    "divided_backward",
+    f"(Tensor do, Tensor? dS, Tensor? dz, Tensor o, Tensor s, {_DIVIDED}, bool need_g) -> "
+    f"({', '.join(['Tensor'] * 8)})",
+    _divided_backward, _divided_backward_fake,
+)  # fmt: skip
+define(
+    "stabilized", f"({_GATES}) -> ({', '.join(['Tensor'] * 6)})",
+    _stabilized, _stabilized_fake, _stabilized_setup, _stabilized_gradient,
+)  # fmt: skip
+define(
+    "stabilized_backward",
+    "(Tensor? dg, Tensor? dj, Tensor? dm_before, Tensor? dm, Tensor? dfinal, Tensor? drescale, "
+    f"Tensor maxima, Tensor rescale, {_GATES}) -> (Tensor, Tensor, Tensor)",
+    _stabilized_backward, _stabilized_backward_fake,
+)  # fmt: skip
+define(
+    "scan", "(Tensor x, Tensor decay, Tensor state, str kernel) -> Tensor",
+    _scan, _scan_fake, _scan_setup, _scan_gradient,
+)  # fmt: skip
+define(
+    "selective_forward", f"({_SELECTIVE}, bool save) -> (Tensor, Tensor, Tensor)",
+    _selective_forward, _selective_forward_fake, _selective_setup, _selective_gradient,
+)  # fmt: skip
+define(
+    "selective_backward",
+    f"(Tensor dy, Tensor? dh, Tensor states, {_SELECTIVE}) -> ({', '.join(['Tensor'] * 6)})",
+    _selective_backward, _selective_backward_fake,
+)  # fmt: skip
 
 
 def matrix(x: MatrixInputs, mode: str, kernel: str) -> tuple[Tensor, Tensor]:
     """Run ``kernel`` on a matrix recurrence."""
     *tensors, scale, write, read = x
-    save = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
-    o, S, _, _ = torch.ops.linattn.matrix_forward(*tensors, scale, write.value, read.value, mode, kernel, save)
+    save = differentiable(tensors)
+    o, S, _, _ = call("matrix_forward", *tensors, scale, write.value, read.value, mode, kernel, save)
     return o, S
 
 
@@ -476,60 +494,18 @@ def scan(x: Tensor, g: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, 
     return h.to(x.dtype), final
 
 
-class _Eagerly(torch.autograd.Function):
-    """A registered op as a node of autograd's alone: torch's dispatcher takes longer than a small kernel."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        *inputs, (run, setup, ctx.gradient) = args
-        output = run(*inputs)
-        setup(ctx, tuple(inputs), output)
-        return tuple(output)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return *ctx.gradient(ctx, *grads), None
-
-
-def _run_divided(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x, by, kernel = _divided_inputs(args)
-    return DIVIDED[kernel].forward(x, by)
-
-
-def _run_stabilized(*args: Any) -> Stabilized:
-    return STABILIZERS[args[-1]].forward(*args[:-1])
-
-
-def divided(x: MatrixInputs, by: Divisor, kernel: str, traced: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Run ``kernel`` on a recurrence whose output is divided by its sum of keys, read after the write.
-
-    ``traced``: as an op that torch sees, and that checks the boundaries of packed sequences.
-    """
-    args = (*_divided_arguments(x, by), kernel)
-    if traced:
-        o, _, S, z = torch.ops.linattn.divided_forward(*args)
-    elif torch.is_grad_enabled():
-        o, _, S, z = _Eagerly.apply(*args, (_run_divided, _divided_setup, _divided_gradient))
-    else:
-        o, _, S, z = _run_divided(*args)
+def divided(x: MatrixInputs, by: Divisor, kernel: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Run ``kernel`` on a recurrence whose output is divided by its sum of keys, read after the write."""
+    o, _, S, z = call("divided_forward", *_divided_arguments(x, by), kernel)
     return o, S, z
 
 
-def stabilized(
-    f: Tensor, i: Tensor, m: Tensor | None, cu_seqlens: Tensor | None, kernel: str, traced: bool
-) -> Stabilized:
-    """Run ``kernel`` on exponential gates; ``traced`` as for :func:`divided`."""
-    args = (f, i, m, cu_seqlens, kernel)
-    if traced:
-        return Stabilized(*torch.ops.linattn.stabilized(*args))
-    if torch.is_grad_enabled():
-        return Stabilized(*_Eagerly.apply(*args, (_run_stabilized, _stabilized_setup, _stabilized_gradient)))
-    return _run_stabilized(*args)
+def stabilized(f: Tensor, i: Tensor, m: Tensor | None, cu_seqlens: Tensor | None, kernel: str) -> Stabilized:
+    """Run ``kernel`` on exponential gates."""
+    return Stabilized(*call("stabilized", f, i, m, cu_seqlens, kernel))
 
 
 def selective(x: SelectiveInputs, mode: str, kernel: str) -> tuple[Tensor, Tensor]:
     """Run ``kernel`` on a selective scan."""
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)
-    y, h, _ = torch.ops.linattn.selective_forward(*x, mode, kernel, save)
+    y, h, _ = call("selective_forward", *x, mode, kernel, differentiable(x))
     return y, h

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import Library
 
 from linattn import _checks
+from linattn.backends._ops import call, define
 
 WIDEST = 32  # convolution, as in csrc/problem.h
 MIXES = 8  # as there
@@ -219,28 +219,28 @@ def _run(name: str, *values: Any) -> Any:
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     tensors = sum(value is None or isinstance(value, Tensor) for value in inputs)  # which come first
     ctx.save_for_backward(*inputs[:tensors])
-    ctx.rest = inputs[tensors:]
+    ctx.rest, ctx.inputs = inputs[tensors:], len(inputs)
     ctx.set_materialize_grads(False)
 
 
 def _wanted(ctx: Any, grads: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
     """Gradients of the inputs that need one, which the ops give in the inputs' order."""
-    given = (*grads, *[None] * (len(ctx.needs_input_grad) - len(grads)))
-    return tuple(grad if need else None for grad, need in zip(given, ctx.needs_input_grad, strict=True))
+    given = (*grads, *[None] * (ctx.inputs - len(grads)))
+    return tuple(grad if need else None for grad, need in zip(given, ctx.needs_input_grad, strict=False))
 
 
 def _convolution_gradient(ctx: Any, dy: Tensor | None, d_new: Tensor | None) -> tuple[Tensor | None, ...]:
     x, *rest = ctx.saved_tensors
     dy = torch.zeros_like(x) if dy is None else dy
-    return _wanted(ctx, _call("convolution_backward", dy, d_new, x, *rest, *ctx.rest))
+    return _wanted(ctx, call("convolution_backward", dy, d_new, x, *rest, *ctx.rest))
 
 
 def _norm_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    return _wanted(ctx, _call("norm_backward", dy, *ctx.saved_tensors, *ctx.rest))
+    return _wanted(ctx, call("norm_backward", dy, *ctx.saved_tensors, *ctx.rest))
 
 
 def _glu_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    return _wanted(ctx, (_call("glu_backward", dy, *ctx.saved_tensors),))
+    return _wanted(ctx, (call("glu_backward", dy, *ctx.saved_tensors),))
 
 
 def _mix_gradient(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -248,15 +248,15 @@ def _mix_gradient(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     last = x.new_empty(_sequences(x, where[1]), x.shape[-1])
     like = [*(x for _ in weight), last]
     given = [torch.zeros_like(t) if grad is None else grad for grad, t in zip(grads, like, strict=True)]
-    return _wanted(ctx, _call("mix_backward", given, x, weight, state, *where))
+    return _wanted(ctx, call("mix_backward", given, x, weight, state, *where))
 
 
 def _softplus_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    return _wanted(ctx, _call("softplus_backward", dy, *ctx.saved_tensors))
+    return _wanted(ctx, call("softplus_backward", dy, *ctx.saved_tensors))
 
 
 def _skip_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    return _wanted(ctx, _call("skip_backward", dy, *ctx.saved_tensors))
+    return _wanted(ctx, call("skip_backward", dy, *ctx.saved_tensors))
 
 
 _GRADIENTS: dict[str, Callable[..., tuple[Tensor | None, ...]]] = {
@@ -269,55 +269,8 @@ _GRADIENTS: dict[str, Callable[..., tuple[Tensor | None, ...]]] = {
 }
 
 
-class _Node(torch.autograd.Function):
-    """What the ops are to autograd where no graph is captured: the same, in less time than the dispatcher takes."""
-
-    @staticmethod
-    def forward(ctx: Any, *values: Any) -> Any:
-        *inputs, ctx.op = values
-        outputs = _run(ctx.op, *inputs)
-        _setup(ctx, tuple(inputs), outputs)
-        return tuple(outputs) if isinstance(outputs, list) else outputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _GRADIENTS[ctx.op](ctx, *grads)
-
-
-def _nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """A backward keeps nothing for one of its own."""
-
-
-def _refuse(ctx: Any, *grads: Any) -> None:
-    raise RuntimeError("the compiled kernels of layers have no second derivative; LINATTN_BACKEND=chunked has")
-
-
-_library = Library("linattn", "FRAGMENT")
 for _name, _schema in _SCHEMAS.items():
-    _library.define(_name + _schema)
-    _library.impl(_name, partial(_run, _name), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"linattn::{_name}", _FAKES[_name], lib=_library)
-    if _name.endswith("_backward"):
-        torch.library.register_autograd(f"linattn::{_name}", _refuse, setup_context=_nothing, lib=_library)
-for _name in ("convolution", "norm", "glu", "softplus", "skip"):
-    torch.library.register_autograd(f"linattn::{_name}", _GRADIENTS[_name], setup_context=_setup, lib=_library)
-torch.library.register_autograd(
-    "linattn::mix", lambda ctx, grads: _mix_gradient(ctx, *grads), setup_context=_setup, lib=_library
-)
-
-
-def _call(name: str, *values: Any) -> Any:
-    """The op, or what stands behind it where torch need not see one."""
-    first = values[0][0] if isinstance(values[0], list) else values[0]
-    if (
-        torch.compiler.is_compiling()
-        or type(first) not in (Tensor, torch.nn.Parameter)
-        or torch._C._len_torch_dispatch_stack() > 0
-    ):
-        return getattr(torch.ops.linattn, name)(*values)
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in values):
-        return _Node.apply(*values, name) if name in _GRADIENTS else getattr(torch.ops.linattn, name)(*values)
-    return _run(name, *values)
+    define(_name, _schema, partial(_run, _name), _FAKES[_name], _setup, _GRADIENTS.get(_name))
 
 
 def convolution(
@@ -334,7 +287,7 @@ def convolution(
     x [B, T, C] and tail [N, W-1, C] of one dtype, weight [C, ..., W] of at most WIDEST, bias [C]; mask [B, T], False at
     padding, where y is zero; cu_seqlens [N+1]. Raises ValueError for shapes or boundaries that don't fit.
     """
-    y, new = _call("convolution", x, weight, bias, tail, mask, cu_seqlens, activation)
+    y, new = call("convolution", x, weight, bias, tail, mask, cu_seqlens, activation)
     return y, new
 
 
@@ -356,13 +309,13 @@ def norm(
     of x's shape, u is x silu(gate) if ``gate_first``; otherwise u is x, and the result is multiplied by silu(gate).
     Raises ValueError for shapes that don't fit.
     """
-    y: Tensor = _call("norm", x, weight, bias, gate, groups, centred, gate_first, mean, eps)
+    y: Tensor = call("norm", x, weight, bias, gate, groups, centred, gate_first, mean, eps)
     return y
 
 
 def glu(x: Tensor) -> Tensor:
     """silu(a) · b for x = (a, b) [..., 2N] -> [..., N]."""
-    y: Tensor = _call("glu", x)
+    y: Tensor = call("glu", x)
     return y
 
 
@@ -374,17 +327,17 @@ def mix(
     x [B, T, C] and state [N, C], the inputs before it, of one dtype; mask, cu_seqlens and errors as for
     :func:`convolution`.
     """
-    *y, last = _call("mix", x, weight, state, mask, cu_seqlens)
+    *y, last = call("mix", x, weight, state, mask, cu_seqlens)
     return y, last
 
 
 def softplus(x: Tensor, bias: Tensor) -> Tensor:
     """log(1 + e^{x + bias}) in float32, for x [..., N] and bias [N]. Raises ValueError for a bias that doesn't fit."""
-    y: Tensor = _call("softplus", x, bias)
+    y: Tensor = call("softplus", x, bias)
     return y
 
 
 def skip(x: Tensor, u: Tensor, z: Tensor, weight: Tensor) -> Tensor:
     """(x + weight · u) · silu(z), for x, u, z [..., N] of one dtype and weight [N]; ValueError if they don't fit."""
-    y: Tensor = _call("skip", x, u, z, weight)
+    y: Tensor = call("skip", x, u, z, weight)
     return y

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from linattn.backends import _boundary
-from linattn.backends._boundary import KERNELS, SCANS, SELECTIVE, Grads, Kernel, Saved
+from linattn.backends._boundary import KERNELS, SCANS, SELECTIVE, Grads, Kernel, Saved, state_like
 from linattn.backends._elementwise import elementwise
 from linattn.backends._packing import Bucket, buckets
 from linattn.backends._protocol import (
@@ -546,11 +546,11 @@ class _Segment:
 
 
 class _Chunks(Kernel):
-    def saved_shapes(self, x: MatrixInputs, mode: str) -> tuple[list[int], list[int]]:
+    def saved_shapes(self, x: MatrixInputs, mode: str) -> tuple[list[int] | None, list[int] | None]:
         if x.cu_seqlens is not None:  # packed: the backward walks each bucket again
-            return [0], [0]
+            return None, None
         (B, _, H, V), K = x.v.shape, x.k.shape[-1]
-        writes = [0] if x.write is Write.ADDITIVE else list(x.v.shape)
+        writes = None if x.write is Write.ADDITIVE else list(x.v.shape)
         return writes, [sum(_kept(n, C) for _, n, C in _plan(x, mode)) + 1, B, H, K, V]
 
     def _segment(self, x: MatrixInputs, t0: int, n: int, C: int) -> _Segment:
@@ -615,18 +615,18 @@ class _Chunks(Kernel):
     def forward(self, x: MatrixInputs, ends: list[int] | None, mode: str, save: bool) -> tuple[Tensor, Tensor, Saved]:
         B, dtype = x.v.shape[0], state_dtype(x.v.dtype)
         o = x.v.new_empty(x.v.shape)
-        writes, states = x.v.new_empty(0, dtype=dtype), x.v.new_empty(0, dtype=dtype)
         if ends is not None:
             S = self._first_state(x, len(ends) - 1).clone()
             for bucket, part in self._buckets(x, ends):
                 o_part, S[bucket.rows], _ = self.forward(part, None, mode, False)
                 bucket.scatter(o, o_part)
-            return o, S, Saved(writes, states)
+            return o, S, Saved(None, None)
         plan, S = _plan(x, mode), self._first_state(x, B)
+        writes = states = None
         if save:
             states = S.new_empty(sum(_kept(n, C) for _, n, C in plan) + 1, *S.shape)
             states[0] = S
-            writes = writes if x.write is Write.ADDITIVE else x.v.new_empty(x.v.shape, dtype=dtype)
+            writes = None if x.write is Write.ADDITIVE else x.v.new_empty(x.v.shape, dtype=dtype)
         first = 0
         for t0, n, C in plan:
             kept = _kept(n, C)
@@ -634,29 +634,31 @@ class _Chunks(Kernel):
                 out, Ss, U = s.forward(d, S)
                 S = Ss[-1]
                 _store(o, out, t, x.scale)
-                if save:
+                if states is not None:
                     if kept > 1:  # one piece, in chunks of C or of a part of it
                         states[first + 1 : first + kept + 1] = Ss[1:].unflatten(0, (kept, -1))[:, -1]
                     else:
                         states[first + 1] = S
-                    if U is not None:
+                    if U is not None and writes is not None:
                         _store(writes, U, t)
             first += kept
         return o, S.clone(), Saved(writes, states)
 
     def backward(
-        self, x: MatrixInputs, ends: list[int] | None, mode: str, saved: Saved, do: Tensor, dS: Tensor, need_g: bool
-    ) -> Grads:
+        self, x: MatrixInputs, ends: list[int] | None, mode: str, saved: Saved, do: Tensor, dS: Tensor | None,
+        need_g: bool,
+    ) -> Grads:  # fmt: skip
         dtype = state_dtype(x.v.dtype)
         tokens = {"q": x.q, "k": x.k, "v": x.v, "beta": x.beta, "a": x.a, "b": x.b}
         grads = {name: None if t is None else t.new_empty(t.shape) for name, t in tokens.items()}
         summed = {"g": x.g if need_g else None, "u": x.u}  # in the compute dtype: fixed gates sum over all tokens
         grads |= {name: None if t is None else t.new_zeros(t.shape, dtype=dtype) for name, t in summed.items()}
-        dS = dS.clone()
+        dS = torch.zeros_like(state_like(x)) if dS is None else dS.clone()
         if ends is not None:
             for bucket, part in self._buckets(x, ends):
                 _, _, kept = self.forward(part, None, mode, True)
                 piece = self.backward(part, None, mode, kept, bucket.gather(do), dS[bucket.rows], need_g)
+                assert piece.state is not None
                 dS[bucket.rows] = piece.state
                 for name, target in grads.items():
                     grad = getattr(piece, name)
@@ -669,11 +671,12 @@ class _Chunks(Kernel):
                     else:
                         bucket.scatter(target, grad)
         else:
+            assert saved.states is not None
             last = saved.states.shape[0] - 1
             for t0, n, C in reversed(_plan(x, mode)):
                 first = last - _kept(n, C)
-                held = Saved(saved.writes, saved.states[first : last + 1])
-                dS = self._backward_segment(x, self._pieces(x, t0, n, C, mode, need_g), held, do, dS, grads)
+                pieces, states = self._pieces(x, t0, n, C, mode, need_g), saved.states[first : last + 1]
+                dS = self._backward_segment(x, pieces, saved.writes, states, do, dS, grads)
                 last = first
         for name, like in summed.items():
             grad = grads[name]
@@ -681,20 +684,22 @@ class _Chunks(Kernel):
         return Grads(**grads, state=dS)  # type: ignore[arg-type]
 
     def _backward_segment(
-        self, x: MatrixInputs, pieces: list[tuple[int, _Segment, _Decays]], saved: Saved,
+        self, x: MatrixInputs, pieces: list[tuple[int, _Segment, _Decays]], written: Tensor | None, states: Tensor,
         do: Tensor, dS: Tensor, grads: dict[str, Tensor | None],
     ) -> Tensor:  # fmt: skip
         """Fill the segment's part of ``grads``; returns the gradient of the state before it."""
         H, dtype = x.v.shape[2], state_dtype(x.v.dtype)
         writes: list[Tensor | None] = [
-            None if x.write is Write.ADDITIVE else _load(saved.writes, t, s.q.shape[0], s.q.shape[3], H, dtype)
+            None
+            if x.write is Write.ADDITIVE or written is None
+            else _load(written, t, s.q.shape[0], s.q.shape[3], H, dtype)
             for t, s, _ in pieces
         ]
-        walked = [saved.states]
-        if len(pieces) > 1 or len(saved.states) != len(pieces[0][1].q) + 1:  # not kept chunk by chunk
+        walked = [states]
+        if len(pieces) > 1 or len(states) != len(pieces[0][1].q) + 1:  # not kept chunk by chunk
             walked = []
             for (_, s, d), U in zip(pieces, writes, strict=True):
-                walked.append(s.states(d, walked[-1][-1] if walked else saved.states[0], U))
+                walked.append(s.states(d, walked[-1][-1] if walked else states[0], U))
         for (t0, s, d), U, Ss in reversed(list(zip(pieces, writes, walked, strict=True))):
             got, dS = s.backward(d, Ss, U, _load(do, t0, s.q.shape[0], s.q.shape[3], H, dtype) * x.scale, dS)
             for name, value in got.items():

@@ -81,7 +81,7 @@ def step(x: MatrixInputs, do: Tensor, dS: Tensor) -> dict[str, Tensor]:
     """Output and gradients by the Triton backend, with the gates' where there are any."""
     from linattn.backends.triton import launch
 
-    o, _ = launch.forward(x)
+    o, _, _ = launch.forward(x)
     grads = launch.backward(x, do, dS, x.g is not None)
     return {"o": o} | {name: grad for name, grad in zip("qkvg", grads, strict=False) if grad is not None}
 
@@ -122,8 +122,11 @@ def row(each: Launch, dtype: torch.dtype) -> Row:
 
 def apply(settings: Settings) -> None:
     """To the whole table."""
+    from linattn.backends.triton import launch
+
     for rows in table.TABLE.values():
         rows.update(dict.fromkeys(rows, settings))
+    launch._how.cache_clear()
 
 
 def compile_all(options: argparse.Namespace) -> None:

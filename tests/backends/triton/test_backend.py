@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,6 +74,47 @@ def test_comes_first_and_is_refused_on_the_cpu_by_name() -> None:
 def test_importing_linattn_does_not_load_the_kernels() -> None:
     code = "import linattn, sys; sys.exit('linattn.backends.triton.kernels' in sys.modules)"
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("scratch", [0, 64])
+def test_a_kernel_is_launched_past_what_triton_looks_for(scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second time on, unless it needs scratch memory, which Triton's launcher finds; not where misaligned."""
+    pytest.importorskip("triton")
+    from linattn.backends.triton import launch
+
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    class Launcher:
+        global_scratch_size, profile_scratch_size, launch_cooperative_grid, launch_pdl = scratch, 0, False, True
+
+        def launch(self, *args: Any) -> None:
+            calls.append(("C", args))
+
+        def __call__(self, *args: Any) -> None:
+            calls.append(("Python", args))
+
+    class Kernel:
+        fn = "kernel"
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def first(*args: Any, **options: Any) -> Any:
+                calls.append(("Triton", args))
+                return SimpleNamespace(run=Launcher(), function="f", packed_metadata="m")
+
+            return first
+
+    monkeypatch.setattr(launch, "_GPU", True)
+    monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
+    t = torch.zeros(64)
+    for tensor in (t, t, t[1:]):
+        launch._launch(Kernel(), 3, (tensor, None), (0.5, 7), (16, True), 4, 1)
+    before = ("f",) if scratch else ("f", False, True, None, None)
+    again = (3, 1, 1, "stream", *before, "m", None, None, None, t.data_ptr(), 0, 0.5, 7, 16, True)
+    ways = ["Triton", "Python" if scratch else "C", "Triton"]
+    assert [way for way, _ in calls] == ways
+    assert calls[1][1] == again
 
 
 def test_a_first_call_compiles_what_it_and_its_backward_launch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from linattn.backends import triton as backend
-from linattn.backends._boundary import DIVIDED
+from linattn.backends._boundary import DIVIDED, KERNELS
 from linattn.backends._protocol import Divisor, Stabilized
 from linattn.backends.triton import LARGEST, launch
 from linattn.benchmark.launches import Launch, draw, recorded
@@ -76,7 +75,7 @@ def launches(decay: Decay, read: str, dtype: torch.dtype, size: int) -> Iterator
                 if length > 1:
                     DIVIDED["triton"].backward(x, by, o, s, do, dS, z, x.g is not None)
                 continue
-            backend._run(x)
+            KERNELS["triton"].forward(x, None, "chunkwise", True)
             if length > 1:
                 launch.backward(x, do, dS, x.g is not None)
     for each in found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils._pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("triton")
 
@@ -38,6 +40,7 @@ if INTERPRETED:  # its products take the raw bits of bfloat16 for integers
 from linattn import engine, testing  # noqa: E402
 from linattn.backends._protocol import Stabilized  # noqa: E402
 from linattn.backends.triton import LARGEST, launch  # noqa: E402
+from linattn.benchmark.launches import draw, recorded  # noqa: E402
 from linattn.layers.exponential_gate import stabilize  # noqa: E402
 from linattn.recurrence import Decay, Engine, Normalizer, Read, Write  # noqa: E402
 from linattn.testing import (  # noqa: E402
@@ -302,11 +305,37 @@ def test_laws(subject: Subject) -> None:
     law_nothing(case, FORM)
 
 
-@pytest.mark.parametrize("subject", FEW, ids=str)
-def test_split_rows(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are cut where they have 192 tokens."""
     monkeypatch.setattr(launch, "SHORTEST", 64)
     monkeypatch.setattr(launch, "_processors", lambda device: 132)
-    law_accuracy(Case(subject, Sizes(B=1, T=200, G=1, H=1, K=16, V=8), device=DEVICE), FORM)
+
+
+@pytest.mark.usefixtures("split")
+@pytest.mark.parametrize("subject", FEW, ids=str)
+def test_split_rows(subject: Subject) -> None:
+    law_accuracy(Case(subject, Sizes(B=1, T=300, G=1, H=1, K=16, V=8), device=DEVICE), FORM)
+
+
+@pytest.mark.usefixtures("split")
+@pytest.mark.parametrize("decay", [Decay.NONE, Decay.TOKEN_HEAD, Decay.TOKEN_CHANNEL], ids=str)
+def test_states_before_segments_are_kept(decay: Decay) -> None:
+    """The backward that is given them makes fewer launches, and the same bits; no launch reads what none wrote."""
+    sizes = {"B": 1, "T": 200, "H": 1, "K": 16, "V": 8}
+    x, do, dS = draw(decay, torch.float32, sizes, device=DEVICE)
+    _, _, starts = launch.forward(x, (x.g is not None, True))
+    assert starts is not None
+    assert list(starts.shape) == launch.starts_shape(x) == [2, 1, 16, 8]
+    assert torch.equal(starts[:1], x.state)
+    launches, grads = [], []
+    for given in (None, starts):
+        with recorded(run=True) as found:
+            grads.append(launch.backward(x, do, dS, x.g is not None, True, given))
+        launches.append([each.kernel.__name__ for each in found])
+    assert launches[0].count("join") == launches[1].count("join") + 1
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert launch.forward(x)[2] is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:2] if INTERPRETED else DTYPES, ids=str)
@@ -418,6 +447,33 @@ def test_registered_ops(packed: bool) -> None:
     weight, maxima = (torch.rand_like(g).requires_grad_() for _ in range(2))
     args = (q, k, v, g, S, cu_seqlens, weight, z, maxima, 0.25, 1e-6, "triton")
     torch.library.opcheck(torch.ops.linattn.divided_forward, args, test_utils=OP_TESTS)
+
+
+@pytest.mark.usefixtures("split")
+@pytest.mark.parametrize("length", [70, 200])
+def test_the_registered_op_of_rows_that_may_be_cut(length: int) -> None:
+    sizes = {"B": 1, "T": length, "H": 1, "K": 16, "V": 8}
+    x, do, _ = draw(Decay.TOKEN_HEAD, torch.float32, sizes, device=DEVICE)
+    *tensors, scale, write, read = x
+    rest = (scale, write.value, read.value, "chunkwise", "triton")
+    moving = [None if t is None else t.requires_grad_() for t in tensors]
+    torch.library.opcheck(torch.ops.linattn.matrix_forward, (*moving, *rest, True), test_utils=OP_TESTS)
+    given = [None if t is None else t.detach() for t in tensors]
+    *_, writes, states = torch.ops.linattn.matrix_forward(*given, *rest, True)
+    assert bool(states.numel()) == (length == 200)
+    args = (do, None, writes, states, *given, *rest, True)
+    torch.library.opcheck(torch.ops.linattn.matrix_backward, args)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_there_is_no_second_derivative(traced: bool) -> None:
+    case = Case(ENGINE["token_head+additive+after"], Sizes(B=1, T=20, G=1, H=1, K=16, V=8), device=DEVICE)
+    tensors = {name: t.requires_grad_() for name, t in case.tensors().items()}
+    with FlopCounterMode(display=False) if traced else contextlib.nullcontext():
+        o, _ = call(case, FORM)(tensors, None)
+        (grad,) = torch.autograd.grad(o.square().sum(), tensors["q"], create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative; LINATTN_BACKEND=reference has"):
+        grad.sum().backward()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="a GPU's")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from linattn import _checks
 from linattn.backends import _boundary, _fused
-from linattn.backends._boundary import KERNELS, SELECTIVE, Grads, Kernel, Saved
+from linattn.backends._boundary import KERNELS, SELECTIVE, Grads, Kernel, Saved, state_like
 from linattn.backends._protocol import AverageInputs, Backend, MatrixInputs, Request, SelectiveInputs
 from linattn.backends.cpu import elementwise, fused
 from linattn.backends.cpu.layout import floats, in_large_pages, parts_for, plain, scratch, threads_for, type_of
@@ -75,14 +75,14 @@ def _slots(x: MatrixInputs) -> int:
 class _Native(Kernel):
     reads_gates = False  # the library finds gates that are positive or NaN by itself, while it reads them
 
-    def saved_shapes(self, x: MatrixInputs, mode: str) -> tuple[list[int], list[int]]:
-        writes = [0] if x.write is Write.ADDITIVE else list(x.v.shape)
+    def saved_shapes(self, x: MatrixInputs, mode: str) -> tuple[list[int] | None, list[int]]:
+        writes = None if x.write is Write.ADDITIVE else list(x.v.shape)
         return writes, [_slots(x), x.v.shape[2], x.k.shape[-1], x.v.shape[-1]]
 
     def forward(self, x: MatrixInputs, ends: list[int] | None, mode: str, save: bool) -> tuple[Tensor, Tensor, Saved]:
-        saved = Saved(*(floats(*shape) for shape in (self.saved_shapes(x, mode) if save else ([0], [0]))))
-        kept = [None if x.write is Write.ADDITIVE else saved.writes, saved.states] if save else [None, None]
-        return *self.run(x, *kept), saved
+        shapes = self.saved_shapes(x, mode) if save else (None, None)
+        saved = Saved(*(None if shape is None else floats(*shape) for shape in shapes))
+        return *self.run(x, *saved), saved
 
     def run(self, x: MatrixInputs, writes: Tensor | None, states: Tensor | None) -> tuple[Tensor, Tensor]:
         """Output and final state, and what is to be kept."""
@@ -96,8 +96,10 @@ class _Native(Kernel):
         return o, S
 
     def backward(
-        self, x: MatrixInputs, ends: list[int] | None, mode: str, saved: Saved, do: Tensor, dS: Tensor, need_g: bool
-    ) -> Grads:
+        self, x: MatrixInputs, ends: list[int] | None, mode: str, saved: Saved, do: Tensor, dS: Tensor | None,
+        need_g: bool,
+    ) -> Grads:  # fmt: skip
+        dS = torch.zeros_like(state_like(x)) if dS is None else dS
         if x.v.numel() == 0 or x.k.numel() == 0:
             needed = (x.q, x.k, x.v, x.g if need_g else None, x.beta, x.a, x.b, x.u)
             return Grads._make([*(None if t is None else torch.zeros_like(t) for t in needed), dS.clone()])
@@ -118,6 +120,7 @@ class _Native(Kernel):
         if x.u is not None:
             du = floats(parts, rows, *x.u.shape)
         writes = None if x.write is Write.ADDITIVE else saved.writes
+        assert saved.states is not None
         given = [None, None, writes, saved.states.contiguous(), do, dS]
         problem, _scratch = call.problem([*given, dq, dk, dv, dg, dbeta, da, db, du, dstate], TYPES[key_type])
         call.native.backward(problem)

@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from linattn import _checks
 from linattn.backends import _boundary, _fused
 from linattn.backends._boundary import (
     DIVIDED,
@@ -25,7 +23,9 @@ from linattn.backends._boundary import (
     Kernel,
     Saved,
     StabilizingKernel,
+    check_boundaries,
 )
+from linattn.backends._ops import Node, Op, differentiable, traced
 from linattn.backends._protocol import Backend, Divisor, MatrixInputs, Request, Stabilized, repeat_heads
 from linattn.backends.triton import fused
 from linattn.backends.triton.table import MEASURED, WALKED
@@ -50,55 +50,66 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
     return _capabilities[device]
 
 
-def _run(x: MatrixInputs, grads: tuple[bool, bool] | None = None) -> tuple[Tensor, Tensor]:
-    from linattn.backends.triton import launch
-
-    return launch.tokens(x) if launch.walks(x) else launch.forward(x, grads)
-
-
-class _Eager(torch.autograd.Function):
-    """What the registered ops do, for eager calls: they would take longer than small kernels."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        x = MatrixInputs(*args)
-        ctx.save_for_backward(*x[:10])
-        ctx.rest = x[10:]
-        ctx.set_materialize_grads(False)
-        needs = ctx.needs_input_grad
-        return _run(x, (needs[3], needs[8]) if any(needs) else None)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, do: Tensor | None, dS: Tensor | None) -> tuple[Tensor | None, ...]:
-        from linattn.backends.triton import launch
-
-        x = MatrixInputs(*ctx.saved_tensors, *ctx.rest)
-        do = torch.zeros_like(x.v) if do is None else do
-        grads = launch.backward(x, do, dS, ctx.needs_input_grad[3], ctx.needs_input_grad[8])
-        wanted = zip(grads, ctx.needs_input_grad, x, strict=False)
-        return (*(grad if need and given is not None else None for grad, need, given in wanted), *(None,) * 4)
+_NOTHING = Saved(None, None)
 
 
 class _Sweeps(Kernel):
     """The backend behind the registered ops."""
 
     reads_gates = False
+    reads_ends = False
 
-    def saved_shapes(self, x: MatrixInputs, mode: str) -> tuple[list[int], list[int]]:
-        return [0], [0]
-
-    def forward(self, x: MatrixInputs, ends: list[int] | None, mode: str, save: bool) -> tuple[Tensor, Tensor, Saved]:
-        o, S = _run(x, (x.g is not None, x.state is not None) if save else None)
-        nothing = x.v.new_empty(0, dtype=torch.float32)
-        return o, S, Saved(nothing, nothing.clone())
-
-    def backward(
-        self, x: MatrixInputs, ends: list[int] | None, mode: str, saved: Saved, do: Tensor, dS: Tensor, need_g: bool
-    ) -> Grads:
+    def saved_shapes(self, x: MatrixInputs, mode: str) -> tuple[None, list[int] | None]:
         from linattn.backends.triton import launch
 
-        return launch.backward(x, do, dS, need_g)
+        return None, launch.starts_shape(x)
+
+    def forward(self, x: MatrixInputs, ends: list[int] | None, mode: str, save: bool) -> tuple[Tensor, Tensor, Saved]:
+        from linattn.backends.triton import launch
+
+        if launch.walks(x):
+            return *launch.tokens(x), _NOTHING
+        grads = None
+        if save:
+            unseen = not x.v.requires_grad  # in a compiled graph autograd has been there before: whatever there is
+            need_g = x.g is not None and (unseen or x.g.requires_grad)
+            grads = need_g, x.state is not None and (unseen or x.state.requires_grad)
+        o, S, starts = launch.forward(x, grads)
+        return o, S, Saved(None, starts)
+
+    def backward(
+        self, x: MatrixInputs, ends: list[int] | None, mode: str, saved: Saved, do: Tensor, dS: Tensor | None,
+        need_g: bool,
+    ) -> Grads:  # fmt: skip
+        from linattn.backends.triton import launch
+
+        return launch.backward(x, do, dS, need_g, starts=saved.states)
+
+
+_SWEEPS = _Sweeps()
+
+
+def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    o, S, saved = _SWEEPS.forward(MatrixInputs(*args), None, "", True)
+    return o, S, saved.states
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+    ctx.save_for_backward(*inputs[:10], output[2])
+    ctx.rest = inputs[10:]
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx: Any, do: Tensor | None, dS: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    from linattn.backends.triton import launch
+
+    *tensors, starts = ctx.saved_tensors
+    x, need = MatrixInputs(*tensors, *ctx.rest), ctx.needs_input_grad
+    do = torch.zeros_like(x.v) if do is None else do
+    return *launch.backward(x, do, dS, need[3], need[8], starts), *(None,) * 4
+
+
+_EAGER = Op(_forward, _keep, _gradient)  # as the registered op, without its words and checks: for the host's time
 
 
 class _Divided(DividedKernel):
@@ -136,7 +147,8 @@ class _Stabilizing(StabilizingKernel):
 
 def _pieces(x: MatrixInputs) -> int:
     """How many heads each value head is run as, as values do not know of each other; walked tokens need none."""
-    T, V, largest = x.v.shape[1], x.v.shape[-1], LARGEST[x.v.dtype]
+    _, T, _, V = x.v.shape
+    largest = LARGEST[x.v.dtype]
     if largest >= V or (T <= WALKED and not torch.is_grad_enabled()):
         return 1
     return next(n for n in range(-(-V // largest), V + 1) if V % n == 0)
@@ -158,16 +170,6 @@ def _joined(o: Tensor, S: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 def _repeated(x: Tensor | None, heads: int, dim: int) -> Tensor | None:
     return None if x is None else repeat_heads(x, heads, dim)
-
-
-def _traced(x: Tensor) -> bool:
-    """Whether torch must see an op: in torch.compile, tensor subclasses (as fake ones), torch.func, dispatch modes."""
-    return (
-        torch.compiler.is_compiling()
-        or type(x) is not Tensor
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
-    )
 
 
 def _sums_of(decay: Decay, read: Read) -> bool:
@@ -218,10 +220,13 @@ class Triton(Backend):
         n = _pieces(inputs)
         if n > 1:
             return _joined(*self.matrix(_split(inputs, n), mode), n)
-        if _traced(inputs.v):
+        if traced(inputs.v):
             return _boundary.matrix(inputs, Mode.CHUNKWISE.value, self.name)
-        self._check_boundaries(inputs.cu_seqlens, inputs.v)
-        return _Eager.apply(*inputs) if torch.is_grad_enabled() else _run(inputs)
+        check_boundaries(inputs.cu_seqlens, inputs.v.shape[1])
+        if differentiable(inputs):
+            o, S, _ = Node.apply(*inputs, _EAGER)
+            return o, S
+        return _SWEEPS.forward(inputs, None, "", False)[:2]
 
     def normalized(self, inputs: MatrixInputs, by: Divisor, mode: Mode | None) -> tuple[Tensor, Tensor, Tensor]:
         n = _pieces(inputs)
@@ -230,24 +235,13 @@ class Triton(Backend):
             weight, z, m = _repeated(by.weight, H, 2), _repeated(by.z, H, 1), _repeated(by.m, H, 2)
             o, S, z = self.normalized(_split(inputs, n), Divisor(weight, z, m, by.eps), mode)
             return *_joined(o, S, n), z[:, ::n].contiguous()
-        traced = _traced(inputs.v)
-        if not traced:
-            self._check_boundaries(inputs.cu_seqlens, inputs.v)
-        return _boundary.divided(inputs, by, self.name, traced)
+        return _boundary.divided(inputs, by, self.name)
 
     def stabilized(self, f: Tensor, i: Tensor, m: Tensor | None, cu_seqlens: Tensor | None) -> Stabilized:
-        traced = _traced(i)
-        if not traced:
-            self._check_boundaries(cu_seqlens, i)
-        return _boundary.stabilized(f, i, m, cu_seqlens, self.name, traced)
-
-    def _check_boundaries(self, cu: Tensor | None, x: Tensor) -> None:
-        """Those that can be looked at now."""
-        if cu is not None and not (cu.is_cuda and torch.cuda.is_current_stream_capturing()):
-            _checks.boundaries(cu, x.shape[1])
+        return _boundary.stabilized(f, i, m, cu_seqlens, self.name)
 
 
-KERNELS[Triton.name] = _Sweeps()
+KERNELS[Triton.name] = _SWEEPS
 DIVIDED[Triton.name] = _Divided()
 STABILIZERS[Triton.name] = _Stabilizing()
 _fused.KERNELS["cuda"] = fused.KERNELS

@@ -284,7 +284,7 @@ def _chunk(
         if VECTOR and OUTER:
             acc = acc * tl.exp2(G)
         if sums is not None:
-            acc = acc / divisor[:, None]
+            acc = acc * (1.0 / divisor)[:, None]
         if moved is not None:
             along = acc * scale if OUTER else bz.to(tl.float32)
             tl.store(moved + row * H + of_token, tl.sum(along * bm, 1), mask=live)
@@ -588,7 +588,8 @@ def sweep(
 ):  # fmt: skip
     """The sum above. What is None is absent or unwanted; ``out`` None leaves the states alone.
 
-    ends, steep, qk: as :func:`divide` wrote them. total: the sum of the gates, of segments to be joined. For
+    ends, steep, qk: as :func:`divide` wrote them. final: the state after each row; or, with ``total``, the sum of its
+    gates, what each segment adds, to be joined: the last of a row, which nothing comes after, is left out. For
     :func:`gate_gradient` the sweep of dq writes S_T dS_T to ``rest``, and do . v to ``own`` where there is a bonus;
     with gates of a head the outer ones write out . mate, of the block's channels, to ``moved`` [blocks, B, T, H].
     skip [H]: of z, added to out; then the inner sweep that has ``moved`` writes z . mate there.
@@ -612,6 +613,9 @@ def sweep(
     nh = pid // NZ
     h = nh % H
     n = nh // H
+    if total is not None:
+        if n % segments == (0 if REVERSE else segments - 1):
+            return
     start, length = _bounds(cu, n, T, L, segments)
     if VECTOR:
         slot = _slot(cu, n, start, T, L, segments, C)
@@ -723,6 +727,9 @@ def sweep(
                 across += tl.sum(Z * tl.load(dZ + of_Z, mask=in_g, other=0.0), 0)
             tl.store(rest + nh.to(tl.int64) * NZ + block, across)
     if final is not None:
+        if total is None:  # the state after the row
+            of_state = (n // segments * H + h).to(tl.int64) * (DX * DZ)
+            has_state = has_state & (n % segments == (0 if REVERSE else segments - 1))
         tl.store(final + of_state + in_state, S * scale if REVERSE else S, mask=has_state)
     if zfinal is not None:
         if sums is not None:
@@ -757,11 +764,12 @@ def join(
     for i in range(0, segments):
         at = (row * segments + (segments - 1 - i if REVERSE else i)) * H + h
         tl.store(states + at * (DX * DZ) + c, S, mask=live)
+        more = live & (i + 1 < segments)
         if VECTOR:
-            decay = tl.load(total + at * DX + c // DZ, mask=live, other=0.0)
+            decay = tl.load(total + at * DX + c // DZ, mask=more, other=0.0)
         else:
-            decay = tl.load(total + at)
-        S = S * tl.exp2(decay) + tl.load(parts + at * (DX * DZ) + c, mask=live, other=0.0)
+            decay = tl.load(total + at, mask=i + 1 < segments, other=0.0)
+        S = S * tl.exp2(decay) + tl.load(parts + at * (DX * DZ) + c, mask=more, other=0.0)
 
 
 @triton.jit

@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +17,13 @@ from torch import Tensor
 from linattn.backends._boundary import Grads
 from linattn.backends._protocol import EMPTY, STEEPEST, Divisor, MatrixInputs, Stabilized, state_dtype
 from linattn.backends.triton import kernels
-from linattn.backends.triton.table import DIVIDED, WALKED, settings
+from linattn.backends.triton.table import DIVIDED, WALKED, Settings, settings
 from linattn.recurrence import Read
 
 # Bits that channels may decay by within a chunk: the exponents of float32 and bfloat16 reach 126. float32 stays near 1,
 # to keep the last digits of the running sum.
 LIMIT = {torch.bfloat16: 92.0, torch.float16: 92.0, torch.float32: 24.0}
+LEAST = {dtype: math.log(torch.finfo(dtype).eps) for dtype in LIMIT}  # gates below it have no gradient
 PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32", torch.float32: "tf32x3"}
 _GPU = torch.cuda.is_available()
 CHUNK = 64  # tokens that gates are divided out over
@@ -42,7 +44,7 @@ SCANNED, SCANNED_BY_FEW = 2048, 128  # tokens that the running maximum is scanne
 
 
 _HERE = contextlib.nullcontext()
-_compiled: dict[tuple[Any, ...], Any] = {}
+_compiled: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
 COMPILERS = 8  # kernels compiled side by side, at most
 _met: set[tuple[Any, ...]] = set()  # forms of calls whose kernels are compiled
 _compiling: ContextVar[bool] = ContextVar("_compiling", default=False)  # and launching nothing
@@ -53,41 +55,39 @@ def _launch(
     constants: tuple[Any, ...], warps: int, stages: int,
 ) -> None:  # fmt: skip
     """Launch, by Triton's own way the first time; it looks at every argument, longer than a small kernel runs."""
-    device = torch.cuda.current_device() if _GPU else -1
-    types: list[torch.dtype | None] = []
-    places: list[int | None] = []
-    bits = 0
-    for t in tensors:
-        if t is None:
-            types.append(None)
-            places.append(None)
-        else:
-            place = t.data_ptr()
-            types.append(t.dtype)
-            places.append(place)
-            bits |= place
-    key = (kernel.fn, device, warps, stages, *constants, *types)
-    aligned = bits & 15 == 0
+    device = torch._C._cuda_getDevice() if _GPU else -1
+    places = [0 if t is None else t.data_ptr() for t in tensors]
+    key = (kernel.fn, device, warps, stages, constants, *[None if t is None else t.dtype for t in tensors])
+    aligned = reduce(or_, places) & 15 == 0
     found = _compiled.get(key) if aligned else None
     if _compiling.get():
         kernel.warmup(*tensors, *numbers, *constants, grid=(programs,), num_warps=warps, num_stages=stages)
         return
     if found is None:
-        found = kernel[(programs,)](*tensors, *numbers, *constants, num_warps=warps, num_stages=stages)
+        kept = kernel[(programs,)](*tensors, *numbers, *constants, num_warps=warps, num_stages=stages)
         if aligned and _GPU:
-            _compiled[key] = found
+            _compiled[key] = _ready(kept)
         return
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    found.run(
-        programs, 1, 1, stream, found.function, found.packed_metadata, None, None, None, *places, *numbers, *constants
-    )
+    run, before = found
+    run(programs, 1, 1, torch._C._cuda_getCurrentRawStream(device), *before, *places, *numbers, *constants)
 
 
-def _meet(x: MatrixInputs, by: Divisor | None, grads: object, *calls: Callable[[], object]) -> None:
+def _ready(kept: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """What launches a compiled kernel, and what it takes between the stream and the kernel's arguments.
+
+    That is Triton's launcher, or what it calls itself where it has no scratch memory to look for.
+    """
+    run = kept.run
+    rest = (kept.packed_metadata, None, None, None)  # no hooks
+    if getattr(run, "global_scratch_size", None) == getattr(run, "profile_scratch_size", None) == 0:
+        return run.launch, (kept.function, run.launch_cooperative_grid, run.launch_pdl, None, None, *rest)
+    return run, (kept.function, *rest)
+
+
+def _meet(c: Call, grads: object, *calls: Callable[[], object]) -> None:
     """At the first call with tensors of these forms: compile side by side what ``calls`` are going to launch."""
-    given = (x.g, x.beta, x.u, x.state, x.cu_seqlens, *(by[:3] if by else ()))
-    kinds = [None if t is None else (t.dtype, t.dim()) for t in given]
-    form = (grads, x.v.dtype, x.k.shape[2:], x.v.shape[2:], x.read, *kinds)
+    given = (c.v, c.g, c.weight, c.u, c.skip, c.state, c.rows.cu, *(c.by[1:3] if c.by else ()))
+    form = (grads, c.H, c.G, c.K, c.V, c.decay, c.late, *[None if t is None else t.dtype for t in given])
     if form in _met:
         return
     _met.add(form)
@@ -124,13 +124,35 @@ class Divided(NamedTuple):
     qk: Tensor | None
 
 
+def _rows(x: MatrixInputs) -> Rows:
+    """Few heads would leave processors idle: cut the rows until there are two programs a processor."""
+    B, T, H, V = x.v.shape
+    if x.cu_seqlens is not None:
+        return Rows(x.cu_seqlens.shape[0] - 1, T, T, 1, x.cu_seqlens.contiguous())
+    programs = B * H * -(-min(x.k.shape[-1], V) // 64)
+    wanted = min(2 * _processors(x.v.device) // max(programs, 1), T // SHORTEST)
+    if wanted < 3:  # of two, one is summed up first: as long as both in one
+        return Rows(B, T, T, 1, None)
+    length = -(-T // wanted)
+    length = -(-length // 64) * 64
+    return Rows(B, T, length, -(-T // length), None)
+
+
+def starts_shape(x: MatrixInputs) -> list[int] | None:
+    """Of the states that :func:`forward` keeps for the backward."""
+    if walks(x):
+        return None
+    rows = _rows(x)
+    return None if rows.segments == 1 else [rows.number * rows.segments, x.v.shape[2], x.k.shape[-1], x.v.shape[-1]]
+
+
 @lru_cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _on(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+    if not x.is_cuda or x.get_device() == torch._C._cuda_getDevice():
         return _HERE
     return torch.cuda.device(x.device)
 
@@ -156,6 +178,20 @@ class Sums(NamedTuple):
     dz: Tensor | None
 
 
+@lru_cache(maxsize=1024)
+def _how(
+    dtype: torch.dtype, part: str, decay: int, late: bool, summed: bool, H: int, groups: int, K: int, V: int
+) -> tuple[Settings, tuple[Any, ...]]:
+    """Settings of a sweep, and the constants of its kernel."""
+    _, outer, reverse = PARTS[part]
+    (HX, DX), (HZ, DZ) = ((H, V), (groups, K)) if outer else ((groups, K), (H, V))
+    s = settings(dtype, decay, outer, DX, summed)
+    return s, (
+        H, HX, HZ, DX, DZ, max(64, 1 << (DX - 1).bit_length()), s.block, s.chunk,
+        decay, late, outer, reverse, LIMIT[dtype], PRECISION[dtype],
+    )  # fmt: skip
+
+
 class Call:
     """What the output and the gradients of one call share."""
 
@@ -168,26 +204,15 @@ class Call:
         self.vector = self.decay in (2, 4)
         self.late = x.read is Read.BEFORE
         self.scale = scale
-        (B, T, self.H, self.V), self.K = x.v.shape, x.k.shape[-1]
+        (B, T, self.H, self.V), (_, _, self.G, self.K) = x.v.shape, x.k.shape
         self.do: Tensor | None = None
         self.by = None if by is None else by._replace(z=_plain(by.z), m=_plain(by.m))
         self.sums: Sums | None = None
-        if x.cu_seqlens is None:
-            self.rows = Rows(B, T, T, 1, None) if by else self._split(B, T)
-        else:
-            self.rows = Rows(x.cu_seqlens.shape[0] - 1, T, T, 1, x.cu_seqlens.contiguous())
+        self.rows = Rows(B, T, T, 1, None) if by and x.cu_seqlens is None else _rows(x)
 
-    def _split(self, B: int, T: int) -> Rows:
-        """Few heads would leave processors idle: cut the rows until there are two programs a processor."""
-        programs = B * self.H * -(-min(self.K, self.V) // 64)
-        wanted = min(2 * _processors(self.v.device) // max(programs, 1), T // SHORTEST)
-        length = -(-T // max(wanted, 1))
-        length = -(-length // 64) * 64
-        segments = -(-T // length) if T else 1
-        return Rows(B, T, T, 1, None) if segments < 3 else Rows(B, T, length, segments, None)
-
-    def states(self) -> Tensor:
-        return _scratch(self.v, self.rows.number * self.rows.segments, self.H, self.K, self.V)
+    def states(self, segments: int = 1) -> Tensor:
+        """A state for each row or segment."""
+        return _scratch(self.v, self.rows.number * segments, self.H, self.K, self.V)
 
     @cached_property
     def divided(self) -> Divided | None:
@@ -209,7 +234,7 @@ class Call:
             size = max(16, 1 << (self.K - 1).bit_length())
             tensors = (self.q, self.k, self.g, self.u, rows.cu, q, k, ends, steep, qk)
             constants = (
-                self.H, self.q.shape[2], self.K, size, CHUNK, self.decay, self.late, LIMIT[self.v.dtype],
+                self.H, self.G, self.K, size, CHUNK, self.decay, self.late, LIMIT[self.v.dtype],
             )  # fmt: skip
             _launch(kernels.divide, programs, tensors, (T, length, segments), constants, 8 if size > 128 else 4, 1)
         return Divided(q, k, ends, steep, qk)
@@ -222,23 +247,23 @@ class Call:
         """``part``: o, dv, dq or dk."""
         given = {"q": self.q, "k": self.k, "v": self.v, "do": self.do}
         results = (out, final, total, moved, rest, own, sums, z)
-        self._sweep(part, given, self.decay, init, dS, results)
-        if self.divided is not None:
-            given |= {"q": self.divided.q, "k": self.divided.k}
-            self._sweep(part, given, self.decay + DIVIDED, init, dS, results)
+        divided = self.divided if self.vector else None
+        self._sweep(part, given, self.G, self.decay, divided, init, dS, results)
+        if divided is not None:
+            given |= {"q": divided.q, "k": divided.k}
+            self._sweep(part, given, self.H, self.decay + DIVIDED, divided, init, dS, results)
 
     def _sweep(
-        self, part: str, given: dict[str, Tensor | None], decay: int, init: Tensor | None, dS: Tensor | None,
-        results: tuple[Tensor | None, ...],
+        self, part: str, given: dict[str, Tensor | None], groups: int, decay: int, by: Divided | None,
+        init: Tensor | None, dS: Tensor | None, results: tuple[Tensor | None, ...],
     ) -> None:  # fmt: skip
         names, outer, reverse = PARTS[part]
         x, y, z, mate = (given[name] for name in names)
-        assert x is not None and z is not None
-        rows, DX, DZ, dtype, by = self.rows, x.shape[-1], z.shape[-1], self.v.dtype, self.divided
-        s = settings(dtype, decay, outer, DX, self.by is not None)
-        programs = rows.number * rows.segments * self.H * -(-DZ // s.block)
+        rows, sizes = self.rows, (self.H, groups, self.K, self.V)
+        s, constants = _how(self.v.dtype, part, decay, self.late, self.by is not None, *sizes)
+        programs = rows.number * rows.segments * self.H * -(-(self.K if outer else self.V) // s.block)
         if programs:
-            stages = s.deep if programs <= _processors(x.device) else s.stages
+            stages = s.deep if programs <= _processors(self.v.device) else s.stages
             divided = (None, None, None) if by is None else (by.ends, by.steep, by.qk)
             mate = None if results[3] is None else mate
             ds = m = zinit = dz = None
@@ -254,17 +279,14 @@ class Call:
                 x, y, z, self.g, self.u, None if outer else self.skip, mate, rows.cu, init, dS, *divided,
                 self.weight, ds, m, zinit, dz, *results,
             )  # fmt: skip
-            constants = (
-                self.H, x.shape[2], z.shape[2], DX, DZ, max(64, 1 << (DX - 1).bit_length()), s.block, s.chunk,
-                decay, self.late, outer, reverse, LIMIT[dtype], PRECISION[dtype],
-            )  # fmt: skip
             numbers = (self.scale, rows.T, rows.length, rows.segments, 0.0 if self.by is None else self.by.eps)
             _launch(kernels.sweep, programs, tensors, numbers, constants, s.warps, stages)
 
     def blocks(self, outer: bool = True) -> int:
         """Programs of the sweep of dq, or of dv, that share a row."""
-        size, other = (self.K, self.V) if outer else (self.V, self.K)
-        return -(-size // settings(self.v.dtype, self.decay, outer, other, self.by is not None).block)
+        part, size = ("dq", self.K) if outer else ("dv", self.V)
+        sizes = (self.H, self.G, self.K, self.V)
+        return -(-size // _how(self.v.dtype, part, self.decay, self.late, self.by is not None, *sizes)[0].block)
 
     def gate_gradient(
         self,
@@ -286,10 +308,10 @@ class Call:
         programs = number * self.H * -(-self.K // block)
         if programs and not (dg is None and du is None):
             tensors = (self.q, self.k, dq, dk, read, written, self.weight, g, self.u, own, rest, rows.cu, dg, du)
-            numbers = (self.scale, rows.T, rows.length, rows.segments, math.log(torch.finfo(self.v.dtype).eps))
+            numbers = (self.scale, rows.T, rows.length, rows.segments, LEAST[self.v.dtype])
             parts = 1 if self.vector else self.blocks()
             chunk = CHUNK if written is None else SUMMED
-            constants = (self.H, self.q.shape[2], self.K, block, chunk, self.decay, self.late, parts)
+            constants = (self.H, self.G, self.K, block, chunk, self.decay, self.late, parts)
             _launch(kernels.gate_gradient, programs, tensors, numbers, constants, 4, 3)
         if dg is not None and g is not None and fixed:
             dg = dg.sum(0).to(g.dtype)
@@ -300,7 +322,7 @@ class Call:
         rows = self.rows
         if rows.segments == 1:
             return init
-        parts, states = self.states(), self.states()
+        parts, states = self.states(rows.segments), self.states(rows.segments)
         per = (self.K,) if self.vector else ()
         total = _scratch(self.v, rows.number * rows.segments, self.H, *per)
         self.sweep(part, None, final=parts, total=total)
@@ -309,28 +331,26 @@ class Call:
         _launch(kernels.join, programs, (total, init, parts, states), (rows.segments,), constants, 4, 1)
         return states
 
-    def outermost(self, states: Tensor, at: int) -> Tensor:
-        """Of a state for each segment, that of each row's first (0) or last (-1)."""
-        if self.rows.segments == 1:
-            return states
-        return states.unflatten(0, (self.rows.number, self.rows.segments))[:, at].contiguous()
 
+def forward(x: MatrixInputs, grads: tuple[bool, bool] | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Output, final state and, for the backward, the states before segments, None where rows are whole.
 
-def forward(x: MatrixInputs, grads: tuple[bool, bool] | None = None) -> tuple[Tensor, Tensor]:
-    """Output and final state; ``grads``: if a backward is to come, whether for the gate and for the state."""
+    ``grads``: if a backward is to come, whether for the gate and for the state.
+    """
     with _on(x.v):
-        _meet(x, None, grads, lambda: forward(x, grads), lambda: grads and backward(x, x.v, None, *grads))
         c = Call(x, x.scale)
-        o, final = torch.empty_like(c.v), c.states()
-        c.sweep("o", c.starts("o", c.state), out=o, final=final)
-        return o, c.outermost(final, -1)
+        _meet(c, grads, lambda: forward(x, grads), lambda: grads and backward(x, x.v, None, *grads))
+        o, starts = torch.empty_like(c.v), c.starts("o", c.state)
+        final = c.states() if c.state is None else torch.empty_like(c.state)
+        c.sweep("o", starts, out=o, final=final)
+        return o, final, None if c.rows.segments == 1 or grads is None else starts
 
 
 def forward_divided(x: MatrixInputs, by: Divisor, training: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, sums, final state and final sum of keys; ``training``: a backward is to come."""
     with _on(x.v):
-        _meet(x, by, training, lambda: forward_divided(x, by, training), lambda: training and _backward_of(x, by))
         c = Call(x, x.scale, by)
+        _meet(c, training, lambda: forward_divided(x, by, training), lambda: training and _backward_of(x, by))
         o, S = torch.empty_like(c.v), c.states()
         s, z = _scratch(c.v, *x.v.shape[:-1]), _scratch(c.v, c.rows.number, c.H, c.K)
         c.sweep("o", c.state, out=o, final=S, sums=s, z=z)
@@ -343,15 +363,18 @@ def _backward_of(x: MatrixInputs, by: Divisor) -> object:
     return backward_divided(x, by, x.v, sums, x.v, None, None, x.g is not None)
 
 
-def backward(x: MatrixInputs, do: Tensor, dS: Tensor | None, need_g: bool, need_state: bool = True) -> Grads:
-    """Gradients, given those of the output and of the final state (None: zero)."""
+def backward(
+    x: MatrixInputs, do: Tensor, dS: Tensor | None, need_g: bool, need_state: bool = True, starts: Tensor | None = None
+) -> Grads:
+    """Gradients, given those of the output and of the final state (None: zero), and the states before segments where
+    :func:`forward` kept them."""
     with _on(x.v):
         c = Call(x, x.scale or 1.0)
         c.do = (do if x.scale else torch.zeros_like(do)).contiguous()
         first = c.states() if need_state else None
-        dq, dk, dv, dg, du, dw = _gradients(c, _plain(dS), need_g, first, None)
-        first = None if first is None else c.outermost(first, 0)
-        return Grads(dq, dk, dv, dg, dw, None, None, du, first)  # type: ignore[arg-type]
+        starts = c.starts("o", c.state) if starts is None or not starts.numel() else starts
+        dq, dk, dv, dg, du, dw = _gradients(c, starts, _plain(dS), need_g, first, None)
+        return Grads(dq, dk, dv, dg, dw, None, None, du, first)
 
 
 def backward_divided(
@@ -376,23 +399,25 @@ def backward_divided(
                 kernels.divisor_gradient, -(-s.numel() // rows), tensors, (s.numel(), by.eps), (c.V, size, rows), 4, 1
             )
         c.do, c.sums = undivided, Sums(ds, dz)
-        dq, dk, dv, dg, _, dw = _gradients(c, dS, need_g, first, first_z)
+        dq, dk, dv, dg, _, dw = _gradients(c, c.state, dS, need_g, first, first_z)
         return dq, dk, dv, dg, first, dw, first_z, dm
 
 
 def _gradients(
-    c: Call, dS: Tensor | None, need_g: bool, first: Tensor | None, first_z: Tensor | None
+    c: Call, S: Tensor | None, dS: Tensor | None, need_g: bool, first: Tensor | None, first_z: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Of q, k, v, g, u and the weight; those of the states before are written to ``first`` and ``first_z``."""
+    """Of q, k, v, g, u and the weight, given the states ``S`` before the segments; those of the states before are
+    written to ``first`` and ``first_z``."""
     rows, tokens = c.rows, c.v.shape[:2]
-    S, dS_ends = c.starts("o", c.state), c.starts("dv", dS)
+    dS_ends = c.starts("dv", dS)
     dv = torch.empty_like(c.v)
     skipped = None
     if c.skip is not None:
         skipped = _scratch(c.v, c.blocks(False), *tokens, c.H)
     c.sweep("dv", dS_ends, out=dv, final=first, moved=skipped)
 
-    dq, dk = (torch.empty(*tokens, c.H, c.K, dtype=c.v.dtype, device=c.v.device) for _ in range(2))
+    dq = torch.empty_like(c.q) if c.G == c.H else c.q.new_empty(*tokens, c.H, c.K)
+    dk = torch.empty_like(dq)
     own = None if c.u is None else _scratch(c.v, *tokens, c.H)
     rest = read = written = None
     if need_g and dS_ends is not None:
@@ -404,7 +429,7 @@ def _gradients(
     c.sweep("dq", S, dS=None if rest is None else dS_ends, out=dq, moved=read, rest=rest, own=own)
     c.sweep("dk", dS_ends, out=dk, moved=written, z=first_z)
     dg, du = c.gate_gradient(dq, dk, read, written, rest, own, need_g)
-    dq, dk = (_grouped(t, c.q.shape[2]) for t in (dq, dk))
+    dq, dk = (_grouped(t, c.G) for t in (dq, dk))
     if c.skip is not None and skipped is not None:
         du = skipped.sum((0, 1, 2)).to(c.skip.dtype)
     dw = None if c.weight is None or written is None else written.sum(0).to(c.weight.dtype)
@@ -418,11 +443,11 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
 
 def walks(x: MatrixInputs) -> bool:
     """Whether rows are short enough to be walked token by token; with gates of channels, if few, longer ones too."""
-    T = x.v.shape[1]
-    channels = x.g is not None and x.g.dim() in (2, 4)
-    if T <= WALKED or T > WALKED_BY_FEW or not channels:
-        return T <= WALKED
-    H, V = x.v.shape[2:]
+    _, T, H, V = x.v.shape
+    if T <= WALKED:
+        return True
+    if T > WALKED_BY_FEW or x.g is None or x.g.dim() not in (2, 4):
+        return False
     rows = x.v.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
     return rows * H * -(-V // BLOCK) <= 2 * _processors(x.v.device)
 
@@ -442,27 +467,31 @@ def tokens_divided(x: MatrixInputs, by: Divisor) -> tuple[Tensor, Tensor, Tensor
 
 def _walk(x: MatrixInputs, by: Divisor | None) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Output, sums, final state and final sum of keys."""
-    (N, T, H, V), (G, K) = x.v.shape, x.k.shape[2:]
+    (N, T, H, V), (_, _, G, K) = x.v.shape, x.k.shape
     q, k, v = x.q.contiguous(), x.k.contiguous(), x.v.contiguous()
     g, S, cu = _plain(x.g), _plain(x.state), _plain(x.cu_seqlens)
     u, skip = _bonus_and_skip(x)
-    w, z, m = (_plain(x.beta), None, None) if by is None else (_plain(by.weight), _plain(by.z), _plain(by.m))
+    w, z, m, eps = x.beta, None, None, 0.0
+    if by is not None:
+        w, z, m, eps = by.weight, _plain(by.z), _plain(by.m), by.eps
+    w = _plain(w)
     if cu is not None:
         N = cu.shape[0] - 1
     with _on(v):
         out, final = torch.empty_like(v), _scratch(v, N, H, K, V) if S is None else torch.empty_like(S)
         sums, last = (None, None) if by is None else (_scratch(v, *v.shape[:3]), _scratch(v, N, H, K))
-        block = min(BLOCK, max(16, 1 << (V - 1).bit_length()))
-        programs = N * H * -(-V // block)
-        if programs:
-            constants = (
-                H, G, K, V, max(16, 1 << (K - 1).bit_length()), block, 0 if g is None else g.dim(),
-                x.read is Read.BEFORE,
-            )  # fmt: skip
+        blocks, constants = _walk_constants(H, G, K, V, 0 if g is None else g.dim(), x.read is Read.BEFORE)
+        if N * blocks:
             tensors = (q, k, v, g, u, skip, w, m, cu, S, z, out, sums, final, last)
-            numbers = (x.scale, T, 0.0 if by is None else by.eps)
-            _launch(kernels.tokens, programs, tensors, numbers, constants, WARPS, 1)
+            _launch(kernels.tokens, N * blocks, tensors, (x.scale, T, eps), constants, WARPS, 1)
     return out, sums, final, last
+
+
+@lru_cache(maxsize=1024)
+def _walk_constants(H: int, G: int, K: int, V: int, decay: int, late: bool) -> tuple[int, tuple[Any, ...]]:
+    """Programs of a row that is walked, and the constants of the kernel."""
+    block = min(BLOCK, max(16, 1 << (V - 1).bit_length()))
+    return H * -(-V // block), (H, G, K, V, max(16, 1 << (K - 1).bit_length()), block, decay, late)
 
 
 def _channels(f: Tensor, i: Tensor, cu: Tensor | None) -> tuple[Tensor, tuple[Any, ...], int, int]:
