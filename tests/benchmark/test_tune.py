@@ -7,11 +7,13 @@ import torch
 
 pytest.importorskip("triton")
 
+from linattn import engine
 from linattn.backends.triton import LARGEST, table
 from linattn.backends.triton.table import Settings
 from linattn.benchmark import tune
-from linattn.benchmark.launches import draw, recorded
-from linattn.recurrence import Decay
+from linattn.benchmark.launches import recorded
+from linattn.engine import NormalizedState
+from linattn.recurrence import Decay, Normalizer, Recurrence
 
 
 def test_the_fastest_is_so_on_average() -> None:
@@ -24,19 +26,31 @@ def test_the_fastest_is_so_on_average() -> None:
 
 
 def test_every_row_of_the_table_is_timed() -> None:
-    from linattn.backends.triton import launch
-
     rows = set()
-    for decay, _ in tune.GATES.values():
+    for gates, (decay, strength) in tune.GATES.items():
         for dtype in LARGEST:
             for size in (64, 128, 256):
                 if size <= LARGEST[dtype]:
-                    x, do, dS = draw(decay, dtype, {"B": 1, "T": 70, "H": 1, "K": size, "V": size}, device="meta")
+                    sizes = {"B": 1, "T": 70, "H": 1, "K": size, "V": size}
                     with recorded(run=False) as found:
-                        launch.forward(x)
-                        launch.backward(x, do, dS, decay is not Decay.NONE)
-                    rows |= {tune.row(each, dtype) for each in found if each.kernel.__name__ == "sweep"}
+                        tune.step(*tune.inputs_of(decay, dtype, sizes, "meta", gates == "summed", strength))
+                    point = tune.Point(dtype, gates, size, Settings(64, 64, 4, 1, 1))
+                    rows |= {tune.row(each, point) for each in found if each.kernel.__name__ == "sweep"}
     assert rows == {(dtype, *key) for dtype, keys in table.TABLE.items() for key in keys}
+
+
+@pytest.mark.parametrize("summed", [False, True])
+def test_the_truth_is_what_is_asked_for(summed: bool) -> None:
+    """By the engine's own choice, in float32."""
+    sizes = {"B": 1, "T": 70, "H": 2, "K": 16, "V": 16}
+    x, by, do, dS = tune.inputs_of(Decay.TOKEN_HEAD, torch.float32, sizes, "cpu", summed, 1 / 16)
+    given = {"g": x.g, "state": x.state}
+    recurrence = Recurrence(decay=Decay.TOKEN_HEAD)
+    if by is not None:
+        recurrence = Recurrence(decay=Decay.TOKEN_HEAD, normalizer=Normalizer.SUM)
+        given |= {"state": NormalizedState(x.state, by.z), "weight": by.weight, "m": by.m}
+    o, _ = engine.matrix(recurrence, x.q, x.k, x.v, **given)
+    assert (o - tune.truth(x, by, do, dS)["o"]).norm() <= 1e-5 * o.norm()
 
 
 def test_candidates_fit_their_heads() -> None:

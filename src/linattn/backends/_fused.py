@@ -27,7 +27,8 @@ MIXES = 8  # as there
 
 
 class Kernels(NamedTuple):
-    """A backend, on a type of device: ``serves(op, x, *tensors, state, mask)``, whether it does these; its ops."""
+    """A backend, on a type of device: ``serves(op, x, *tensors, state, mask, torch_has_one)``, whether it does these
+    (better than torch's own kernel, where it has one); its ops."""
 
     backend: str
     serves: Callable[..., bool]
@@ -38,7 +39,7 @@ KERNELS: dict[str, Kernels] = {}
 """By type of device."""
 
 
-def backend(op: str, x: Tensor, *tensors: Tensor | None, **where: Tensor | None) -> str | None:
+def backend(op: str, x: Tensor, *tensors: Tensor | None, **where: Tensor | bool | None) -> str | None:
     """The backend that has a kernel which reads these."""
     kernels = KERNELS.get(x.device.type)
     found = kernels is not None and op in kernels.ops and kernels.serves(op, x, *tensors, **where)

@@ -12,14 +12,14 @@ import itertools
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from linattn.backends._protocol import MatrixInputs
+from linattn.backends._protocol import Divisor, MatrixInputs
 from linattn.backends.triton import LARGEST, table
 from linattn.backends.triton.table import Settings
 from linattn.benchmark.launches import Launch, draw, recorded
@@ -28,9 +28,11 @@ from linattn.recurrence import Decay
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-4}
 CHUNKS = {torch.bfloat16: (64, 128), torch.float16: (32, 64), torch.float32: (32, 64)}
 # Decay and strength of the gates. Those of channels are divided out of all sweeps before, unless they are steep.
+# Summed: with a sum normaliser.
 GATES = {
     "none": (Decay.NONE, 0.0),
     "scalar": (Decay.TOKEN_HEAD, 1 / 16),
+    "summed": (Decay.TOKEN_HEAD, 1 / 16),
     "vector": (Decay.TOKEN_CHANNEL, 1 / 16),
     "steep": (Decay.TOKEN_CHANNEL, 16.0),
 }
@@ -70,29 +72,51 @@ def points(dtypes: list[torch.dtype], sizes: list[int]) -> Iterator[Point]:
             yield from (Point(dtype, gates, size, settings) for settings in candidates(dtype, gates, size))
 
 
-def inputs(point: Point, B: int, T: int) -> tuple[MatrixInputs, Tensor, Tensor]:
-    """Random ones, of 2048 channels."""
+def inputs(point: Point, B: int, T: int) -> tuple[MatrixInputs, Divisor | None, Tensor, Tensor]:
+    """Random ones, of 2048 channels, what divides the output, and gradients of output and state."""
     decay, strength = GATES[point.gates]
     sizes = {"B": B, "T": T, "H": 2048 // point.size, "K": point.size, "V": point.size}
-    return draw(decay, point.dtype, sizes, device="cuda", strength=strength)
+    return inputs_of(decay, point.dtype, sizes, "cuda", point.gates == "summed", strength)
 
 
-def step(x: MatrixInputs, do: Tensor, dS: Tensor) -> dict[str, Tensor]:
+def inputs_of(
+    decay: Decay, dtype: torch.dtype, sizes: dict[str, int], device: str, summed: bool, strength: float
+) -> tuple[MatrixInputs, Divisor | None, Tensor, Tensor]:
+    """The same of any sizes."""
+    x, do, dS = draw(decay, dtype, sizes, device=device, strength=strength)
+    if not summed:
+        return x, None, do, dS
+    # of keys and queries above 0, so that the sums are far from it
+    x, one = x._replace(q=x.q.abs(), k=x.k.abs()), torch.ones(do.shape[:-1], device=device)
+    return x, Divisor(one, torch.ones_like(dS[..., 0]), torch.zeros_like(one), 1e-6), do, dS
+
+
+def step(x: MatrixInputs, by: Divisor | None, do: Tensor, dS: Tensor) -> dict[str, Tensor]:
     """Output and gradients by the Triton backend, with the gates' where there are any."""
     from linattn.backends.triton import launch
 
-    o, _, _ = launch.forward(x)
-    grads = launch.backward(x, do, dS, x.g is not None)
+    grads: Iterable[Tensor | None]
+    if by is None:
+        o, _, _ = launch.forward(x)
+        grads = launch.backward(x, do, dS, x.g is not None)
+    else:
+        o, sums, _, z = launch.forward_divided(x, by)
+        grads = launch.backward_divided(x, by, o, sums, do, dS, torch.zeros_like(z), x.g is not None)
     return {"o": o} | {name: grad for name, grad in zip("qkvg", grads, strict=False) if grad is not None}
 
 
-def truth(x: MatrixInputs, do: Tensor, dS: Tensor) -> dict[str, Tensor]:
+def truth(x: MatrixInputs, by: Divisor | None, do: Tensor, dS: Tensor) -> dict[str, Tensor]:
     """The same in float64."""
     from linattn.backends.chunked import Chunked
 
     given = {name: t.double().requires_grad_() for name, t in zip("qkvg", x[:4], strict=True) if t is not None}
     assert x.state is not None
-    o, S = Chunked().matrix(x._replace(**given, state=x.state.double()), None)  # type: ignore[arg-type]
+    x = x._replace(**given, state=x.state.double())  # type: ignore[arg-type]
+    if by is None:
+        o, S = Chunked().matrix(x, None)
+    else:
+        assert by.z is not None
+        o, S, _ = Chunked().normalized(x, by._replace(z=by.z.double()), None)
     grads = torch.autograd.grad((o, S), list(given.values()), (do.double(), dS.double()))
     return {"o": o.detach(), **dict(zip(given, grads, strict=True))}
 
@@ -107,17 +131,17 @@ def error(found: dict[str, Tensor], right: dict[str, Tensor], gates: str) -> flo
 
 def sweeps(point: Point, B: int, T: int) -> list[Launch]:
     """A training step's launches that the table has a row for."""
-    x, do, dS = inputs(point, B, T)
+    given = inputs(point, B, T)
     with recorded(run=True) as found:
-        step(x, do, dS)
+        step(*given)
     return [each for each in found if each.kernel.__name__ == "sweep"]
 
 
-def row(each: Launch, dtype: torch.dtype) -> Row:
+def row(each: Launch, point: Point) -> Row:
     """The row of the table that a sweep's settings come from."""
     named = each.named
-    size = named["DX"]
-    return dtype, table.kind(named["DECAY"], named["OUTER"]), 64 if size <= 64 else 128 if size <= 128 else 256
+    size, kind = named["DX"], table.kind(named["DECAY"], named["OUTER"], point.gates == "summed")
+    return point.dtype, kind, 64 if size <= 64 else 128 if size <= 128 else 256
 
 
 def apply(settings: Settings) -> None:
@@ -189,7 +213,7 @@ def main(argv: list[str] | None = None) -> int:
             apply(point.settings)
             if small is None or right is None:
                 small = inputs(point, *CHECKED)
-                right, device = truth(*small), small[1].device
+                right, device = truth(*small), small[-1].device
             try:
                 off = error(step(*small), right, point.gates)
                 if off > TOLERANCE[point.dtype]:
@@ -200,7 +224,7 @@ def main(argv: list[str] | None = None) -> int:
                     for each in sweeps(point, B, T):
                         ms = do_bench(partial(launch._launch, *each), warmup=options.rep / 4, rep=options.rep)
                         few = each.programs <= launch._processors(device)
-                        times[row(each, point.dtype)].append((few, ms))
+                        times[row(each, point)].append((few, ms))
             except Exception as failure:
                 print(*case, tuple(point.settings), f"failed: {str(failure)[:80]}", flush=True)
                 continue

@@ -10,8 +10,10 @@ from linattn import engine
 from linattn.backends import _fused as fused
 
 
-def serves(op: str, x: Tensor, *weights: Tensor | None, **where: Tensor | None) -> bool:
+def serves(op: str, x: Tensor, *weights: Tensor | None, **where: Tensor | bool | None) -> bool:
     """Whether a backend has a kernel of :mod:`linattn.backends._fused` for these, and LINATTN_BACKEND names no other.
+
+    ``where``: the state and the mask; ``torch_has_one``, whether torch has one operation for it, too, of one pass.
 
     Outside of torch.compile, shapes without data and the transforms of torch.func take the torch code.
     """

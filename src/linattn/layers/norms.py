@@ -44,8 +44,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         """x and gate: [..., size]; returns the same shape in x's dtype."""
         fits = x.shape[-1] == self.size and (gate is None or gate.shape == x.shape)
-        torch_has_one = x.is_cuda and gate is None and self.groups == 1
-        if fits and not torch_has_one and serves("norm", x, self.weight, gate):
+        alone = gate is None and self.groups == 1
+        if fits and serves("norm", x, self.weight, gate, torch_has_one=alone):
             first = self.gate_first
             return fused.norm(x, self.weight, None, gate, groups=self.groups, gate_first=first, eps=self.eps)
         dtype = x.dtype

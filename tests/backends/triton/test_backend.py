@@ -13,6 +13,7 @@ import torch
 from linattn import engine
 from linattn.backends import triton
 from linattn.backends._protocol import Request
+from linattn.benchmark.launches import draw
 from linattn.recurrence import Decay, Engine, Mode, Normalizer, Recurrence, Write
 
 PLAIN = Request(torch.device("cuda"), torch.bfloat16, None, Recurrence(), 64, 64)
@@ -53,6 +54,12 @@ def test_refusals_say_why(hopper: triton.Triton, change: dict[str, object], reas
 def test_takes_large_values(hopper: triton.Triton, normalizer: Normalizer, dtype: torch.dtype, K: int, V: int) -> None:
     recurrence = Recurrence(decay=Decay.TOKEN_HEAD, normalizer=normalizer)
     assert hopper.refuses(Request(PLAIN.device, dtype, None, recurrence, K, V)) is None
+
+
+@pytest.mark.parametrize(("V", "plain", "summed"), [(512, 2, 4), (256, 1, 2), (192, 1, 2), (200, 1, 1), (128, 1, 1)])
+def test_large_values_are_cut(V: int, plain: int, summed: int) -> None:
+    x, _, _ = draw(Decay.TOKEN_HEAD, torch.bfloat16, {"B": 1, "T": 64, "H": 1, "K": 16, "V": V}, device="meta")
+    assert (triton._pieces(x), triton._pieces(x, summed=True)) == (plain, summed)
 
 
 def test_refuses_without_triton_or_a_checked_gpu(hopper: triton.Triton, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +128,6 @@ def test_a_first_call_compiles_what_it_and_its_backward_launch(monkeypatch: pyte
     """Before anything runs, and once; with other gradients wanted, once more."""
     pytest.importorskip("triton")
     from linattn.backends.triton import launch
-    from linattn.benchmark.launches import draw
 
     launches: list[tuple[str, bool]] = []
 

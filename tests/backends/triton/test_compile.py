@@ -26,7 +26,7 @@ from triton.compiler import ASTSource
 
 from linattn.backends._boundary import DIVIDED, KERNELS
 from linattn.backends._protocol import Divisor, Stabilized
-from linattn.backends.triton import LARGEST, launch
+from linattn.backends.triton import LARGEST, fused, launch
 from linattn.benchmark.launches import Launch, draw, recorded
 from linattn.recurrence import Decay, Read
 
@@ -49,6 +49,7 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.float64: "*fp64",
     torch.int32: "*i32",
+    torch.int64: "*i64",
 }
 READS = {
     "after": (Read.AFTER, False),
@@ -162,13 +163,27 @@ def test_settings_fit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("length", [1, 4096])
-def test_the_running_maximum_fits(length: int, tmp_path: Path) -> None:
-    gates = torch.empty(8, length, 16, device="meta")
+@pytest.mark.parametrize(("B", "length", "packed"), [(8, 1, False), (8, 4096, False), (1, 4096, True)])
+def test_the_running_maximum_fits(B: int, length: int, packed: bool, tmp_path: Path) -> None:
+    gates = torch.empty(B, length, 16, device="meta")
     state = torch.empty(8, 16, device="meta")
+    cu_seqlens = torch.empty(9, dtype=torch.int64, device="meta") if packed else None
     with recorded(run=False) as found:
-        s = launch.stabilize(gates, gates, state, None)
-        launch.stabilize_gradient(gates, gates, state, None, s.m, s.rescale, tuple(Stabilized(*s)))
+        s = launch.stabilize(gates, gates, state, cu_seqlens)
+        launch.stabilize_gradient(gates, gates, state, cu_seqlens, s.m, s.rescale, tuple(Stabilized(*s)))
+    assert len(found) == (2 if length == 1 else 4)
+    for each in found:
+        check(each, "sm_90", torch.bfloat16, 64, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_packed_convolution_fits(tmp_path: Path) -> None:
+    x, weight = torch.empty(1, 4096, 128, device="meta", dtype=torch.bfloat16), torch.empty(128, 1, 4, device="meta")
+    cu_seqlens = torch.empty(9, dtype=torch.int64, device="meta")
+    given = (x, weight, None, None, None, cu_seqlens, True)
+    with recorded(run=False) as found:
+        fused._convolution(*given)
+        fused._convolution_backward(x, None, *given)
     for each in found:
         check(each, "sm_90", torch.bfloat16, 64, tmp_path)
 

@@ -21,7 +21,12 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 if INTERPRETED:  # numpy's, of the interpreter
     pytestmark += [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("RuntimeWarning", "DeprecationWarning")]
-SERVED = [name for name in SUBJECTS if not any(word in name for word in ("mixes", "padded", "steps", "skip"))]
+BY_TORCH = ["norm", "norm without weight"]  # which has a kernel of its own
+SERVED = [
+    name
+    for name in SUBJECTS
+    if name not in BY_TORCH and not any(word in name for word in ("mixes", "padded", "steps", "skip"))
+]
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +69,12 @@ def test_equals_the_torch_code(name: str, dtype: torch.dtype, launches: list[str
     assert len(launches) == (3 if "convolve" in launches else 2)
     right = standard(SUBJECTS[name], dtype)
     accurate(results, type(right)(*({key: part[key] for key in results} for part in right)), name)
+
+
+@pytest.mark.parametrize("name", BY_TORCH)
+def test_leaves_to_torch_what_it_has_a_kernel_for(name: str, launches: list[str]) -> None:
+    found(name, torch.float32)
+    assert not launches
 
 
 @pytest.mark.parametrize("name", ["packed", "norm of groups, gate first", "gated unit"])

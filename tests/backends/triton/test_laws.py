@@ -377,8 +377,8 @@ def test_few_tokens_and_their_sum(subject: Subject) -> None:
 @pytest.fixture(autouse=INTERPRETED)
 def _short_scans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long ones take long in the interpreter."""
-    monkeypatch.setattr(launch, "SCANNED", 64)
-    monkeypatch.setattr(launch, "SCANNED_BY_FEW", 16)
+    monkeypatch.setattr(launch, "SCANNED", 32)
+    monkeypatch.setattr(launch, "FEW_SCANNED", 4)
 
 
 def _gates(
@@ -397,7 +397,7 @@ def _gates(
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize(
     "kind",
-    [{"length": n} for n in ((1, 150) if INTERPRETED else (1, 9, 300, 2048, 5000))]
+    [{"length": n} for n in ((1, 150) if INTERPRETED else (1, 9, 300, 2048, 20000))]
     + [{"length": 50, "fixed": True}, {"length": 200, "lengths": (0, 7, 0, 143, 50, 0)}],
     ids=str,
 )
@@ -419,6 +419,12 @@ def test_running_maximum(kind: dict[str, Any], dtype: torch.dtype) -> None:
         assert got.dtype == right.dtype
         near = 1e-10 if got.dtype == torch.float64 else 4 * torch.finfo(got.dtype).eps
         torch.testing.assert_close(got, right, rtol=near, atol=near, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_running_maximum_of_many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than are joined at once."""
+    monkeypatch.setattr(launch, "SCANNED", 2)
+    test_running_maximum({"length": 135, "lengths": (2, 133)}, torch.float32)
 
 
 def test_running_maximum_over_a_long_row() -> None:

@@ -17,7 +17,7 @@ _NUMBERS = 1 << 16  # of a norm's piece, which is of _ROWS rows at least
 _ROWS = 32
 
 
-def serves(op: str, x: Tensor, *weights: Tensor | None, **where: Tensor | None) -> bool:
+def serves(op: str, x: Tensor, *weights: Tensor | None, **where: Tensor | bool | None) -> bool:
     """Whether the kernels read these: floats of up to 32 bits, some of them, on a CPU."""
     if x.numel() == 0:
         return False

@@ -20,9 +20,17 @@ PROGRAMS = 1024  # of a norm's backward, about
 
 
 def serves(
-    op: str, x: Tensor, *tensors: Tensor | None, state: Tensor | None = None, mask: Tensor | None = None
+    op: str,
+    x: Tensor,
+    *tensors: Tensor | None,
+    state: Tensor | None = None,
+    mask: Tensor | None = None,
+    torch_has_one: bool = False,
 ) -> bool:
-    """Whether the kernels do these: floats of up to 32 bits, some of them; no padding, no gradient of a state."""
+    """Whether the kernels do these: floats of up to 32 bits, some of them; no padding, no gradient of a state. Where
+    torch has a kernel of its own, that is the faster one."""
+    if torch_has_one:
+        return False
     given = [t for t in (x, *tensors) if t is not None]
     if x.numel() == 0 or any(t.dtype not in TYPES or t.device != x.device for t in given):
         return False
@@ -39,17 +47,17 @@ def _launch(name: str, programs: int, tensors: tuple[Any, ...], numbers: tuple[A
 
 
 class _Sequences:
-    """Where each token's sequence begins and which it is, for packed rows; and each sequence's last tokens."""
+    """Rows of T tokens, or N sequences between boundaries ``cu``."""
 
     def __init__(self, x: Tensor, channels: int, cu_seqlens: Tensor | None) -> None:
         self.B, self.T = rows_of_tokens(x, channels)
-        self.cu = cu_seqlens
-        self.first = self.number = None
+        self.cu = None if cu_seqlens is None else cu_seqlens.contiguous()
         self.N = self.B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        if cu_seqlens is not None:
-            token = torch.arange(self.T, device=x.device)
-            number = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True).clamp_(max=self.N - 1)
-            self.number, self.first = number.to(torch.int32), cu_seqlens[number].to(torch.int32)
+
+    @property
+    def numbers(self) -> tuple[int, int, int, int]:
+        """As the kernels take them."""
+        return self.T, self.B * self.T, self.N, self.N.bit_length()
 
     def last(self, past: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """The last ``past`` tokens of each sequence; which of them there are; their places in what came before."""
@@ -70,10 +78,9 @@ def _convolution(
     fits("state", tail, s.N, W - 1, C)
     (x, row), tail = laid(x), None if tail is None else tail.contiguous()
     y = x.new_empty(x.shape)
-    tokens = s.B * s.T
-    tensors = (x, weight.contiguous(), bias, tail, s.first, s.number, y)
-    programs = -(-tokens // (TILE // CHANNELS)) * -(-C // CHANNELS)
-    _launch("convolve", programs, tensors, (s.T, tokens), row, C, W, activation, TILE // CHANNELS, CHANNELS)
+    tensors = (x, weight.contiguous(), bias, tail, s.cu, y)
+    programs = -(-s.B * s.T // (TILE // CHANNELS)) * -(-C // CHANNELS)
+    _launch("convolve", programs, tensors, s.numbers, row, C, W, activation, TILE // CHANNELS, CHANNELS)
     past = W - 1
     if cu_seqlens is None and past <= s.T:
         return y, x[:, s.T - past :].clone(memory_format=torch.contiguous_format)
@@ -94,14 +101,14 @@ def _convolution_backward(
     s = _Sequences(x, C, cu_seqlens)
     (x, row), (dy, dy_row) = laid(x), laid(dy.to(x.dtype))
     tail = None if tail is None else tail.contiguous()
-    tokens, size = s.B * s.T, TILE // CHANNELS
-    tiles = -(-tokens // size)
+    size = TILE // CHANNELS
+    tiles = -(-s.B * s.T // size)
     dx, da = x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.float32)
     sums = x.new_empty(tiles, W + 1, C, dtype=torch.float32)
     programs, weight_rows = tiles * -(-C // CHANNELS), weight.contiguous()
-    tensors = (x, weight_rows, bias, tail, s.first, s.number, dy, da, sums)
-    _launch("convolve_slope", programs, tensors, (s.T, tokens), row, dy_row, C, W, activation, size, CHANNELS)
-    _launch("convolve_back", programs, (da, weight_rows, s.first, s.number, dx), (s.T, tokens), C, W, size, CHANNELS)
+    tensors = (x, weight_rows, bias, tail, s.cu, dy, da, sums)
+    _launch("convolve_slope", programs, tensors, s.numbers, row, dy_row, C, W, activation, size, CHANNELS)
+    _launch("convolve_back", programs, (da, weight_rows, s.cu, dx), s.numbers, C, W, size, CHANNELS)
     if d_new is not None:
         token, there, _ = s.last(W - 1, x.device)
         dx.view(-1, C).index_add_(

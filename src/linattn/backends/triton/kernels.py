@@ -917,54 +917,113 @@ def _larger(a, b):
     return tl.maximum(a, b)
 
 
-@triton.jit(do_not_specialize=["T"])
-def stabilize(
-    f, i, m, cu,
-    g, j, before, maxima, final, rescale,
-    T,
-    X: tl.constexpr, FIXED: tl.constexpr, C: tl.constexpr, LEAST: tl.constexpr, STEEPEST: tl.constexpr,
-):  # fmt: skip
-    """m_t = max(f_t + m_{t-1}, i_t), g_t = f_t + m_{t-1} - m_t and j_t = i_t - m_t, of one channel of a row.
-
-    f: [X] where FIXED. With F the running sum of f over C tokens at a time, f_t + m_{t-1} is F_t plus the running
-    maximum of m before them and of i_s - F_s, s < t, all in float64; no sum grows with the row. LEAST: m of nothing.
-    """
-    pid = tl.program_id(0)
-    n, x = pid // X, pid % X
+@triton.jit
+def _piece(cu, N, T, X: tl.constexpr, C: tl.constexpr, BX: tl.constexpr):
+    """Of N rows cut in pieces of C tokens, the one that a program does: its row, the row's first token and length, the
+    place of the row's first piece among all, how many pieces of the row come before; the channels."""
+    blocks: tl.constexpr = (X + BX - 1) // BX
+    place = tl.program_id(0) // blocks
+    if cu is not None:  # a row has as many places as lie between its slot and the next one's
+        s = tl.arange(0, 128)
+        n = place * 0 - 1
+        for first in range(0, N, 128):
+            slots = tl.load(cu + first + s, mask=first + s < N, other=0).to(tl.int64) // C + first + s
+            n += tl.sum(tl.where((first + s < N) & (slots <= place), 1, 0), 0)
+        n = tl.maximum(n, 0)
+    else:
+        n = place // tl.cdiv(tl.maximum(T, 1), C)
     start, length = _bounds(cu, n, T, T, 1)
-    r = tl.arange(0, C)
-    nothing = tl.full([C], float("-inf"), tl.float64)
-    most = length.to(tl.float64) * 0.0 + LEAST
+    slot = _slot(cu, n, start, tl.maximum(T, 1), T, 1, C)
+    return n, start, length, slot, (place - slot).to(tl.int32), (tl.program_id(0) % blocks) * BX + tl.arange(0, BX)
+
+
+@triton.jit
+def _log_decay(f, at, live, x, X: tl.constexpr, FIXED: tl.constexpr):
+    """f of some tokens in float64; it is [X] where FIXED."""
+    if FIXED:
+        return tl.where(live, tl.load(f + x, mask=x < X, other=0.0)[None, :], 0.0).to(tl.float64)
+    else:
+        return tl.load(f + at, mask=live, other=0.0).to(tl.float64)
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def stabilize_parts(
+    f, i, cu,
+    total, most,
+    N, T,
+    X: tl.constexpr, FIXED: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, LEAST: tl.constexpr,
+    STEEPEST: tl.constexpr,
+):  # fmt: skip
+    """Of every piece of a row, the sum of f and the m that it ends with where nothing was before: [pieces, X]."""
+    _, start, length, slot, before, x = _piece(cu, N, T, X, C, BX)
+    row = before * C + tl.arange(0, C)
+    live = (row < length)[:, None] & (x < X)[None, :]
+    at = (start + row)[:, None] * X + x[None, :]
+    bi = tl.load(i + at, mask=live, other=float("-inf")).to(tl.float64)
+    step = tl.maximum(_log_decay(f, at, live, x, X, FIXED), STEEPEST)
+    end = tl.sum(step, 0)
+    over = tl.where(bi == bi, bi - tl.cumsum(step, 0), float("-inf"))  # a NaN is no maximum
+    to = (slot + before) * X + x
+    tl.store(total + to, end, mask=x < X)
+    tl.store(most + to, end + tl.max(over, 0), mask=x < X)
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def stabilize(
+    f, i, m, cu, total, most,
+    g, j, m_before, maxima, final, rescale,
+    N, T,
+    X: tl.constexpr, FIXED: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, LEAST: tl.constexpr,
+    STEEPEST: tl.constexpr,
+):  # fmt: skip
+    """m_t = max(f_t + m_{t-1}, i_t), g_t = f_t + m_{t-1} - m_t and j_t = i_t - m_t, of a piece of a row.
+
+    f: [X] where FIXED. With F the running sum of f over C tokens, f_t + m_{t-1} is F_t plus the running maximum of m
+    before them and of i_s - F_s, s < t, all in float64; the m before a piece comes in the same way from what the pieces
+    before it bring (``total`` and ``most``, :func:`stabilize_parts`). No sum grows with the row. LEAST: m of nothing.
+    """
+    n, start, length, slot, before, x = _piece(cu, N, T, X, C, BX)
+    in_x = x < X
+    now_before = tl.full([BX], LEAST, tl.float64)
     if m is not None:
-        most = tl.maximum(tl.load(m + pid).to(tl.float64), LEAST)
-    if length > 0:
-        tl.store(before + start * X + x, most)
-    for t0 in range(0, length, C):
-        live = t0 + r < length
-        at = (start + t0 + r) * X + x
-        bi = tl.load(i + at, mask=live, other=0.0).to(tl.float64)
-        earlier = tl.load(i + at - X, mask=live & (r > 0), other=float("-inf")).to(tl.float64)
-        if FIXED:
-            bf = tl.zeros([C], tl.float64) + tl.load(f + x).to(tl.float64)
-        else:
-            bf = tl.load(f + at, mask=live, other=0.0).to(tl.float64)
-        step = tl.maximum(bf, STEEPEST)
-        F = tl.cumsum(step, 0)
-        over = tl.where(earlier == earlier, earlier - (F - step), nothing)  # a NaN is no maximum
-        past = F + tl.maximum(tl.associative_scan(over, 0, _larger), most)  # f_t + m_{t-1}
-        now = tl.maximum(past, tl.where(bi == bi, bi, nothing))
-        bg = (bf - step) + (past - now)
-        bg = tl.where(past <= LEAST / 2, 0.0, bg)
-        bj = bi - now
-        # rounding may leave a difference above 0 where it should be 0
-        tl.store(g + at, _rounded(tl.where(bg > 0.0, 0.0, bg), g), mask=live)
-        tl.store(j + at, _rounded(tl.where(bj > 0.0, 0.0, bj), j), mask=live)
-        tl.store(maxima + at, now, mask=live)
-        tl.store(before + at + X, now, mask=t0 + r + 1 < length)
-        most = tl.sum(tl.where(r == tl.minimum(length - t0, C) - 1, now, 0.0), 0)
-    rounded = _rounded(most, final)
-    tl.store(final + pid, rounded)
-    tl.store(rescale + pid, tl.exp(most - rounded.to(tl.float64)))
+        now_before = tl.maximum(tl.load(m + n * X + x, mask=in_x, other=0.0).to(tl.float64), LEAST)
+    tl.store(m_before + start * X + x, now_before, mask=in_x & (before == 0) & (length > 0))
+    if total is not None:
+        p = tl.arange(0, 64)
+        for first in range(0, before, 64):
+            seen = (first + p < before)[:, None] & in_x[None, :]
+            place = (slot + first + p)[:, None] * X + x[None, :]
+            end = tl.load(total + place, mask=seen, other=0.0)
+            reach = tl.load(most + place, mask=seen, other=float("-inf")) - tl.cumsum(end, 0)
+            now_before = tl.sum(end, 0) + tl.maximum(tl.max(reach, 0), now_before)
+
+    r = tl.arange(0, C)
+    row = before * C + r
+    live = (row < length)[:, None] & in_x[None, :]
+    at = (start + row)[:, None] * X + x[None, :]
+    nothing = tl.full([C, BX], float("-inf"), tl.float64)
+    bi = tl.load(i + at, mask=live, other=0.0).to(tl.float64)
+    earlier = tl.load(i + at - X, mask=live & (r > 0)[:, None], other=float("-inf")).to(tl.float64)
+    bf = _log_decay(f, at, live, x, X, FIXED)
+    step = tl.maximum(bf, STEEPEST)
+    F = tl.cumsum(step, 0)
+    over = tl.where(earlier == earlier, earlier - (F - step), nothing)  # a NaN is no maximum
+    past = F + tl.maximum(tl.associative_scan(over, 0, _larger), now_before[None, :])  # f_t + m_{t-1}
+    now = tl.maximum(past, tl.where(bi == bi, bi, nothing))
+    bg = (bf - step) + (past - now)
+    bg = tl.where(past <= LEAST / 2, 0.0, bg)
+    bj = bi - now
+    # rounding may leave a difference above 0 where it should be 0
+    tl.store(g + at, _rounded(tl.where(bg > 0.0, 0.0, bg), g), mask=live)
+    tl.store(j + at, _rounded(tl.where(bj > 0.0, 0.0, bj), j), mask=live)
+    tl.store(maxima + at, now, mask=live)
+    tl.store(m_before + at + X, now, mask=live & (row + 1 < length)[:, None])
+    last = tl.sum(tl.where((row == length - 1)[:, None], now, 0.0), 0)
+    last = tl.where(length > 0, last, now_before)
+    ends = in_x & (before == tl.maximum(tl.cdiv(length, C) - 1, 0))
+    rounded = _rounded(last, final)
+    tl.store(final + n * X + x, rounded, mask=ends)
+    tl.store(rescale + n * X + x, _rounded(tl.exp(last - rounded.to(tl.float64)), rescale), mask=ends)
 
 
 @triton.jit
@@ -973,66 +1032,111 @@ def _then(p1, a1, p2, a2):
     return p1 * p2, a2 + p2 * a1
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
+def _passed(i, maxima, at, live, row, X: tl.constexpr):
+    """1 where the token after, which is a row before, passes something on: where its i is not its m."""
+    live = live & (row > 0)[:, None]
+    now = tl.load(maxima + at + X, mask=live, other=0.0)
+    own = tl.load(i + at + X, mask=live, other=-1.0).to(tl.float64)
+    return tl.where(own >= now, 0.0, 1.0).to(tl.float64)
+
+
+@triton.jit
+def _since(r, passed, a):
+    """Sums of ``a`` over the rows since the last that nothing is passed to, and whether there is none."""
+    last = tl.max(tl.where(passed == 0.0, r[:, None], -1), 0)
+    return tl.sum(tl.where(r[:, None] >= last[None, :], a, 0.0), 0), last < 0
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def stabilize_gradient_parts(
+    i, cu, maxima, dm,
+    passes, sums,
+    N, T,
+    X: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
+):  # fmt: skip
+    """Of every piece of a row, counted from its end: whether it passes on what comes from the tokens after (1, else 0),
+    and what it adds: [pieces, X]."""
+    _, start, length, slot, before, x = _piece(cu, N, T, X, C, BX)
+    r = tl.arange(0, C)
+    row = before * C + r
+    live = (row < length)[:, None] & (x < X)[None, :]
+    at = (start + (length - 1 - row))[:, None] * X + x[None, :]
+    a = tl.zeros([C, BX], tl.float64)
+    if dm is not None:
+        a += tl.load(dm + at, mask=live, other=0.0)
+    added, through = _since(r, _passed(i, maxima, at, live, row, X), a)
+    to = (slot + before) * X + x
+    tl.store(passes + to, tl.where(through, 1.0, 0.0), mask=x < X)
+    tl.store(sums + to, added, mask=x < X)
+
+
+@triton.jit(do_not_specialize=["N", "T"])
 def stabilize_gradient(
-    f, i, m, cu, maxima, rescale, dg, dj, dbefore, dm, dfinal, drescale,
+    f, i, m, cu, passes, sums, maxima, rescale, dg, dj, dbefore, dm, dfinal, drescale,
     df, di, dstart,
-    T,
-    X: tl.constexpr, FIXED: tl.constexpr, C: tl.constexpr, LEAST: tl.constexpr, STEEPEST: tl.constexpr,
+    N, T,
+    X: tl.constexpr, FIXED: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, LEAST: tl.constexpr,
+    STEEPEST: tl.constexpr,
 ):  # fmt: skip
     """Gradients of f and i [B, T, X] and of the first m [N, X]; of the results, those that are None are 0.
 
     g and j pass theirs straight on. m_t passes its own to i_t where that is the larger, else to f_t and m_{t-1}: a scan
-    from the end.
+    from the end, of C tokens, after what the pieces after them bring (``passes``, ``sums``).
     """
-    pid = tl.program_id(0)
-    n, x = pid // X, pid % X
-    start, length = _bounds(cu, n, T, T, 1)
-    r = tl.arange(0, C)
-    first = length.to(tl.float64) * 0.0 + LEAST
+    n, start, length, slot, before, x = _piece(cu, N, T, X, C, BX)
+    in_x = x < X
+    of_row = n * X + x
+    least = tl.full([BX], LEAST, tl.float64)
+    first = least
     if m is not None:
-        first = tl.load(m + pid).to(tl.float64)
-    after = length.to(tl.float64) * 0.0
+        first = tl.load(m + of_row, mask=in_x, other=0.0).to(tl.float64)
+    after = tl.zeros([BX], tl.float64)
     if dfinal is not None:
-        after += tl.load(dfinal + pid)
+        after += tl.load(dfinal + of_row, mask=in_x, other=0.0)
     if drescale is not None:  # e^{m_T - final}, m_T a constant; without tokens it is the m given, and both cancel
-        after -= tl.where(length > 0, tl.load(drescale + pid) * tl.load(rescale + pid), 0.0)
+        change = tl.load(drescale + of_row, mask=in_x, other=0.0).to(tl.float64)
+        change = change * tl.load(rescale + of_row, mask=in_x, other=0.0)
+        after -= tl.where(length > 0, change, 0.0)
     to_start = tl.where(length > 0, 0.0, after)
-    for t0 in range(0, length, C):
-        row = t0 + r
-        live = row < length
-        at = (start + (length - 1 - row)) * X + x
-        now = tl.load(maxima + at, mask=live, other=0.0)
-        own = tl.load(i + at, mask=live, other=0.0).to(tl.float64)
-        past = tl.load(maxima + at - X, mask=row < length - 1, other=0.0)
-        past = tl.where(row < length - 1, past, tl.maximum(first, LEAST))
-        if FIXED:
-            bf = tl.zeros([C], tl.float64) + tl.load(f + x).to(tl.float64)
-        else:
-            bf = tl.load(f + at, mask=live, other=0.0).to(tl.float64)
-        # whether the token after passes something on; the first of all takes what comes from the end
-        next_now = tl.load(maxima + at + X, mask=live & (row > 0), other=0.0)
-        next_own = tl.load(i + at + X, mask=live & (row > 0), other=-1.0).to(tl.float64)
-        passed = tl.where(next_own >= next_now, 0.0, 1.0).to(tl.float64)
-        a = tl.zeros([C], tl.float64)
-        if dm is not None:
-            a += tl.load(dm + at, mask=live, other=0.0)
-        p, a = tl.associative_scan((passed, a), 0, _then)
-        a += p * after
-        after = tl.sum(tl.where(r == tl.minimum(length - t0, C) - 1, a, 0.0), 0)
-        stays = own >= now
-        change = tl.where(stays, 0.0, a)
-        direct = tl.zeros([C], tl.float64)
-        if dg is not None:
-            direct += tl.where(past <= LEAST / 2, 0.0, tl.load(dg + at, mask=live, other=0.0))
-        bdi = tl.where(stays, a, 0.0)
-        if dj is not None:
-            bdi += tl.load(dj + at, mask=live, other=0.0)
+    if passes is not None:
+        p = tl.arange(0, 64)
+        for earlier in range(0, before, 64):
+            seen = (earlier + p < before)[:, None] & in_x[None, :]
+            place = (slot + earlier + p)[:, None] * X + x[None, :]
+            passed = tl.load(passes + place, mask=seen, other=1.0)
+            added, untouched = _since(p, passed, tl.load(sums + place, mask=seen, other=0.0))
+            after = added + tl.where(untouched, after, 0.0)
+
+    row = before * C + tl.arange(0, C)
+    live = (row < length)[:, None] & in_x[None, :]
+    at = (start + (length - 1 - row))[:, None] * X + x[None, :]
+    now = tl.load(maxima + at, mask=live, other=0.0)
+    own = tl.load(i + at, mask=live, other=0.0).to(tl.float64)
+    has_past = (row < length - 1)[:, None]
+    past = tl.load(maxima + at - X, mask=live & has_past, other=0.0)
+    past = tl.where(has_past, past, tl.maximum(first, least)[None, :])
+    bf = _log_decay(f, at, live, x, X, FIXED)
+    a = tl.zeros([C, BX], tl.float64)
+    if dm is not None:
+        a += tl.load(dm + at, mask=live, other=0.0)
+    # the first row of all takes what comes from the end
+    through, a = tl.associative_scan((_passed(i, maxima, at, live, row, X), a), 0, _then)
+    a += through * after[None, :]
+    stays = own >= now
+    change = tl.where(stays, 0.0, a)
+    direct = tl.zeros([C, BX], tl.float64)
+    if dg is not None:
+        direct += tl.where(past <= LEAST / 2, 0.0, tl.load(dg + at, mask=live, other=0.0))
+    bdi = tl.where(stays, a, 0.0)
+    if dj is not None:
+        bdi += tl.load(dj + at, mask=live, other=0.0)
+    tl.store(df + at, _rounded(direct + tl.where(bf >= STEEPEST, change, 0.0), df), mask=live)
+    tl.store(di + at, _rounded(bdi, di), mask=live)
+    if dstart is not None:
         to_first = direct + change
         if dbefore is not None:
             to_first += tl.load(dbefore + at, mask=live, other=0.0)
-        to_start += tl.sum(tl.where(row == length - 1, to_first, 0.0), 0)
-        tl.store(df + at, _rounded(direct + tl.where(bf >= STEEPEST, change, 0.0), df), mask=live)
-        tl.store(di + at, _rounded(bdi, di), mask=live)
-    if dstart is not None:
-        tl.store(dstart + pid, _rounded(tl.where(first >= LEAST, to_start, 0.0), dstart))
+        to_start += tl.sum(tl.where((row == length - 1)[:, None], to_first, 0.0), 0)
+        begins = in_x & (before == tl.maximum(tl.cdiv(length, C) - 1, 0))
+        tl.store(dstart + of_row, _rounded(tl.where(first >= LEAST, to_start, 0.0), dstart), mask=begins)

@@ -40,7 +40,8 @@ SHORTEST = 512  # tokens of a segment, at least
 JOINED = 1024  # elements of a state that one program joins
 WALKED_BY_FEW = 32  # as WALKED, where programs are at most two a processor
 BLOCK, WARPS = 32, 4  # channels of v that a program walks, and its warps
-SCANNED, SCANNED_BY_FEW = 2048, 128  # tokens that the running maximum is scanned over at once, at most and at least
+SCANNED, FEW_SCANNED = 128, 16  # tokens of a piece of a row that the running maximum is scanned over; of a short row's
+ACROSS = 16  # channels of such a piece
 
 
 _HERE = contextlib.nullcontext()
@@ -494,31 +495,42 @@ def _walk_constants(H: int, G: int, K: int, V: int, decay: int, late: bool) -> t
     return H * -(-V // block), (H, G, K, V, max(16, 1 << (K - 1).bit_length()), block, decay, late)
 
 
-def _channels(f: Tensor, i: Tensor, cu: Tensor | None) -> tuple[Tensor, tuple[Any, ...], int, int]:
-    """f as the kernels of the running maximum read it, their constants, sequences and warps."""
+class _Scan(NamedTuple):
+    """How the running maximum's kernels cut rows into pieces, whose ends two launches join where there are several."""
+
+    f: Tensor  # as they read it
+    numbers: tuple[int, int]
+    programs: int
+    sizes: tuple[int, int]  # of a piece: tokens and channels
+    fixed: bool
+    parts: tuple[Tensor | None, Tensor | None]  # [pieces, X], what each piece brings; None where a row is one piece
+
+
+def _cut(f: Tensor, i: Tensor, cu: Tensor | None) -> _Scan:
     _, T, X = i.shape
     fixed = f.stride()[:2] == (0, 0)
-    chunk = max(SCANNED_BY_FEW, min(SCANNED, 1 << (T - 1).bit_length()))
-    rows = i.shape[0] if cu is None else cu.shape[0] - 1
-    return (
-        f[0, 0] if fixed and f.numel() else f.contiguous(),
-        (X, fixed, chunk, EMPTY, STEEPEST),
-        rows,
-        8 if chunk == SCANNED else 4,
-    )
+    C = SCANNED if T > FEW_SCANNED else FEW_SCANNED
+    N = i.shape[0] if cu is None else cu.shape[0] - 1
+    pieces = N * -(-max(T, 1) // C) if cu is None else T // C + N
+    parts = tuple(i.new_empty(pieces, X, dtype=torch.float64) if T > C else None for _ in range(2))
+    f = f[0, 0] if fixed and f.numel() else f.contiguous()
+    return _Scan(f, (N, T), pieces * -(-X // ACROSS) if N else 0, (C, ACROSS), fixed, parts)  # type: ignore[arg-type]
 
 
 def stabilize(f: Tensor, i: Tensor, m: Tensor | None, cu: Tensor | None) -> Stabilized:
     """The running maximum and what it makes of the gates."""
     with _on(i):
-        i, m, cu, T = i.contiguous(), _plain(m), _plain(cu), i.shape[1]
-        f, constants, rows, warps = _channels(f, i, cu)
+        i, m, cu, X = i.contiguous(), _plain(m), _plain(cu), i.shape[2]
+        s = _cut(f, i, cu)
         g, j = (torch.empty_like(i, dtype=state_dtype(i.dtype)) for _ in range(2))
         before, maxima = (torch.empty_like(i, dtype=torch.float64) for _ in range(2))
-        final, rescale = g.new_empty(rows, i.shape[2]), before.new_empty(rows, i.shape[2])
-        if final.numel():
-            tensors = (f, i, m, cu, g, j, before, maxima, final, rescale)
-            _launch(kernels.stabilize, final.numel(), tensors, (T,), constants, warps, 1)
+        final, rescale = (g.new_empty(s.numbers[0], X) for _ in range(2))
+        if s.programs:
+            constants = (X, s.fixed, *s.sizes, EMPTY, STEEPEST)
+            if s.parts[0] is not None:
+                _launch(kernels.stabilize_parts, s.programs, (s.f, i, cu, *s.parts), s.numbers, constants, 4, 1)
+            tensors = (s.f, i, m, cu, *s.parts, g, j, before, maxima, final, rescale)
+            _launch(kernels.stabilize, s.programs, tensors, s.numbers, constants, 4, 1)
         return Stabilized(g, j, before, maxima, final, rescale)
 
 
@@ -528,15 +540,17 @@ def stabilize_gradient(
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Gradients of f, i and m, given those of a :class:`Stabilized` (None: zero)."""
     with _on(i):
-        i, m, cu, T = i.contiguous(), _plain(m), _plain(cu), i.shape[1]
-        df, di, dstart = (
-            torch.empty_like(i, dtype=f.dtype),
-            torch.empty_like(i),
-            None if m is None else torch.empty_like(m),
-        )
-        f, constants, rows, warps = _channels(f, i, cu)
+        i, m, cu, X = i.contiguous(), _plain(m), _plain(cu), i.shape[2]
+        df, di = torch.empty_like(i, dtype=f.dtype), torch.empty_like(i)
+        dstart = None if m is None else torch.empty_like(m)
+        s = _cut(f, i, cu)
         dg, dj, dbefore, dm, dfinal, drescale = map(_plain, grads)
-        if rows * i.shape[2]:
-            tensors = (f, i, m, cu, maxima, rescale, dg, dj, dbefore, dm, dfinal, drescale, df, di, dstart)
-            _launch(kernels.stabilize_gradient, rows * i.shape[2], tensors, (T,), constants, warps, 1)
+        if s.programs:
+            if s.parts[0] is not None:
+                ends = (i, cu, maxima, dm, *s.parts)
+                _launch(kernels.stabilize_gradient_parts, s.programs, ends, s.numbers, (X, *s.sizes), 4, 1)
+            given = (maxima, rescale, dg, dj, dbefore, dm, dfinal, drescale)
+            tensors = (s.f, i, m, cu, *s.parts, *given, df, di, dstart)
+            constants = (X, s.fixed, *s.sizes, EMPTY, STEEPEST)
+            _launch(kernels.stabilize_gradient, s.programs, tensors, s.numbers, constants, 4, 1)
         return df, di, dstart

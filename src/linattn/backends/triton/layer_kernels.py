@@ -26,18 +26,28 @@ def _inputs(x, tail, t, begin, number, live, c, row: tl.constexpr, C: tl.constex
 
 
 @triton.jit
-def _where(first, sequence, t, live, T):
-    """First token, and number, of the sequences of tokens ``t``."""
-    if first is not None:
-        return tl.load(first + t, mask=live, other=0), tl.load(sequence + t, mask=live, other=0)
-    number = t // T
-    return number * T, number
+def _where(cu, t, live, T, N, halvings):
+    """First token, end and number of the sequences of tokens ``t``: of T tokens each, or N between boundaries ``cu``,
+    which are halved until one is left."""
+    if cu is None:
+        number = t // T
+        return number * T, number * T + T, number
+    else:
+        number = t * 0
+        after = number + N
+        for _ in range(0, halvings):
+            middle = (number + after) // 2
+            begun = tl.load(cu + middle, mask=live, other=0) <= t
+            number = tl.where(begun, middle, number)
+            after = tl.where(begun, after, middle)
+        begin, end = tl.load(cu + number, mask=live, other=0), tl.load(cu + number + 1, mask=live, other=0)
+        return begin.to(tl.int32), end.to(tl.int32), number
 
 
-@triton.jit(do_not_specialize=["T", "tokens"])
+@triton.jit(do_not_specialize=["T", "tokens", "N", "halvings"])
 def convolve(
-    x, weight, bias, tail, first, sequence, y,
-    T, tokens,
+    x, weight, bias, tail, cu, y,
+    T, tokens, N, halvings,
     row: tl.constexpr, C: tl.constexpr, W: tl.constexpr, ACTIVE: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """y_t = f(bias + sum_j weight_j x_{t-W+1+j}), f silu or nothing."""
@@ -45,7 +55,7 @@ def convolve(
     c = tl.program_id(0) % blocks * BC + tl.arange(0, BC)
     t = tl.program_id(0) // blocks * BT + tl.arange(0, BT)
     live = t < tokens
-    begin, number = _where(first, sequence, t, live, T)
+    begin, _, number = _where(cu, t, live, T, N, halvings)
     a = tl.zeros([BT, BC], tl.float32)
     if bias is not None:
         a += tl.load(bias + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
@@ -58,10 +68,10 @@ def convolve(
     tl.store(y + at, a.to(y.dtype.element_ty), mask=live[:, None] & (c < C)[None, :])
 
 
-@triton.jit(do_not_specialize=["T", "tokens"])
+@triton.jit(do_not_specialize=["T", "tokens", "N", "halvings"])
 def convolve_slope(
-    x, weight, bias, tail, first, sequence, dy, da, sums,
-    T, tokens,
+    x, weight, bias, tail, cu, dy, da, sums,
+    T, tokens, N, halvings,
     row: tl.constexpr, dy_row: tl.constexpr, C: tl.constexpr, W: tl.constexpr, ACTIVE: tl.constexpr,
     BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +84,7 @@ def convolve_slope(
     live = t < tokens
     in_c = c < C
     here = live[:, None] & in_c[None, :]
-    begin, number = _where(first, sequence, t, live, T)
+    begin, _, number = _where(cu, t, live, T, N, halvings)
     grad = tl.load(dy + t.to(tl.int64)[:, None] * dy_row + c[None, :], mask=here, other=0.0).to(tl.float32)
     if ACTIVE:
         a = tl.zeros([BT, BC], tl.float32)
@@ -93,10 +103,10 @@ def convolve_slope(
     tl.store(to + W * C, tl.sum(grad, 0), mask=in_c)
 
 
-@triton.jit(do_not_specialize=["T", "tokens"])
+@triton.jit(do_not_specialize=["T", "tokens", "N", "halvings"])
 def convolve_back(
-    da, weight, first, sequence, dx,
-    T, tokens,
+    da, weight, cu, dx,
+    T, tokens, N, halvings,
     C: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the inputs: that of token t has a part from each of t to t + W - 1."""
@@ -105,11 +115,10 @@ def convolve_back(
     t = tl.program_id(0) // blocks * BT + tl.arange(0, BT)
     live = t < tokens
     in_c = c < C
-    begin, _ = _where(first, sequence, t, live, T)
+    _, end, _ = _where(cu, t, live, T, N, halvings)
     grad = tl.zeros([BT, BC], tl.float32)
     for s in tl.static_range(W):
-        begins, _ = _where(first, sequence, t + s, t + s < tokens, T)
-        same = live & (t + s < tokens) & (begins == begin)
+        same = live & (t + s < end)
         w = tl.load(weight + c * W + (W - 1 - s), mask=in_c, other=0.0).to(tl.float32)
         at = (t + s).to(tl.int64)[:, None] * C + c[None, :]
         grad += w[None, :] * tl.load(da + at, mask=same[:, None] & in_c[None, :], other=0.0)

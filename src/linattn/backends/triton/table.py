@@ -26,15 +26,17 @@ MEASURED = ((9, 0),)
 WALKED = 8  # tokens of a row that is walked one by one, at most
 
 # (kind of decay, size of x up to) -> settings, NVIDIA H200. Kinds: none, scalar, inner (the gate's channels are those
-# of x and y), outer (those of z), divided and divided outer (the same, divided out before). bfloat16 multiplies as it
-# is, float16 as tf32, for its range, float32 in three tf32s.
+# of x and y), outer (those of z), divided and divided outer (the same, divided out before); summed and summed outer,
+# where a sum normaliser divides. bfloat16 multiplies as it is, float16 as tf32, for its range, float32 in three tf32s.
 DIVIDED = 8  # added to a decay's number in the kernels where it is divided out before
-_KINDS = ("none", "scalar", "inner", "outer", "divided", "divided outer")
+_KINDS = ("none", "scalar", "inner", "outer", "divided", "divided outer", "summed", "summed outer")
 _HALF = {
     **{(kind, 64): Settings(64, 64, 4, 3, 3) for kind in _KINDS},
     **{(kind, 128): Settings(64, 64, 4, 2, 3) for kind in _KINDS},
     **{(kind, 256): Settings(64, 64, 8, 1, 1) for kind in _KINDS},
     **{(kind, size): Settings(64, 64, 4, 1, 1) for kind in ("inner", "outer") for size in (64, 128)},
+    **{(kind, size): Settings(64, 64, 4, 2, 2) for kind in ("summed", "summed outer") for size in (64, 128)},
+    **{(kind, 256): Settings(64, 64, 8, 2, 2) for kind in ("summed", "summed outer")},
 }
 _FULL = {(kind, size): Settings(64, 64, 8, 1, 1) for kind in _KINDS for size in (64, 128)}
 TABLE: dict[torch.dtype, dict[tuple[str, int], Settings]] = {
@@ -44,8 +46,10 @@ TABLE: dict[torch.dtype, dict[tuple[str, int], Settings]] = {
 }
 
 
-def kind(decay: int, outer: bool) -> str:
+def kind(decay: int, outer: bool, summed: bool = False) -> str:
     """The table's name for a decay (its number in the kernels)."""
+    if summed:
+        return "summed outer" if outer else "summed"
     if decay in (2, 4):
         return "outer" if outer else "inner"
     if decay >= DIVIDED:
@@ -53,11 +57,6 @@ def kind(decay: int, outer: bool) -> str:
     return "scalar" if decay else "none"
 
 
-# Size of x up to -> settings of bfloat16 where a sum normaliser divides; the other dtypes are as without one.
-SUMMED = {64: Settings(64, 64, 4, 2, 2), 128: Settings(64, 64, 4, 2, 2), 256: Settings(64, 64, 8, 2, 2)}
-
-
 def settings(dtype: torch.dtype, decay: int, outer: bool, size: int, summed: bool) -> Settings:
     """Settings of a sweep whose x has ``size`` channels."""
-    up_to = 64 if size <= 64 else 128 if size <= 128 else 256
-    return SUMMED[up_to] if summed and dtype == torch.bfloat16 else TABLE[dtype][kind(decay, outer), up_to]
+    return TABLE[dtype][kind(decay, outer, summed), 64 if size <= 64 else 128 if size <= 128 else 256]
