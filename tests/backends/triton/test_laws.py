@@ -279,6 +279,13 @@ def test_grouped_heads(subject: Subject) -> None:
     law_accuracy(Case(subject, Sizes(B=1, T=35, G=2, H=4, K=16, V=8), torch.bfloat16, device=DEVICE), FORM)
 
 
+@pytest.mark.parametrize(("K", "V"), [(70, 20), (20, 70)])
+@pytest.mark.parametrize("subject", [s for s in FEW if s.recurrence.decay in (Decay.NONE, Decay.TOKEN_HEAD)], ids=str)
+def test_wide_blocks(subject: Subject, K: int, V: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_processors", lambda device: 1)
+    law_accuracy(Case(subject, Sizes(B=1, T=67, G=1, H=2, K=K, V=V), torch.bfloat16, device=DEVICE), FORM)
+
+
 @pytest.mark.parametrize("name", ["token_head+additive+after", "token_channel+additive+after"])
 def test_decays_that_vanish_have_no_gradient(name: str) -> None:
     """Not the rounding of a difference, which the logarithm of the decay would multiply on its way to a rate."""
@@ -356,7 +363,7 @@ def test_few_tokens(subject: Subject, length: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("subject", MIXED, ids=str)
-def test_weights_and_denominators(subject: Subject, dtype: torch.dtype) -> None:
+def test_weights_and_denominators(subject: Subject, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the gradient of the gate, and of the maximum before, which comes from it: test_accuracy measures it."""
 
     def measure(case: Case) -> tuple[Tensors, Standard]:
@@ -366,7 +373,9 @@ def test_weights_and_denominators(subject: Subject, dtype: torch.dtype) -> None:
             {name: wanted.truth[name] for name in kept}, {name: wanted.allowed[name] for name in kept}
         )
 
-    judge(Case(subject, SMALL, dtype, device=DEVICE), measure, FORM)
+    wide = dataclasses.replace(SMALL, K=70)  # one wide block of keys where programs are enough
+    monkeypatch.setattr(launch, "_processors", lambda device: 1)
+    judge(Case(subject, wide, dtype, device=DEVICE), measure, FORM)
 
 
 @pytest.mark.parametrize("subject", SUMS, ids=str)

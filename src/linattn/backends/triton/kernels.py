@@ -211,6 +211,8 @@ def _chunk(
         GL = last.to(SUM) * fixed
     if SCALAR:
         gates += GL
+        if weight is not None:  # bound to G, or it is loaded anew in every layout that it is needed in
+            bw = tl.where(G == G, bw, 0.0)
         if not SUMMED:  # a product's result must not be read inside, and with sums the registers do not suffice for it
             if GL < -LIMIT:
                 pairs = tl.exp2((G[:, None] - G[None, :]).to(tl.float32))
@@ -286,10 +288,8 @@ def _chunk(
         if sums is not None:
             acc = acc * (1.0 / divisor)[:, None]
         if moved is not None:
-            along = acc * scale if OUTER else bz.to(tl.float32)
-            tl.store(moved + row * H + of_token, tl.sum(along * bm, 1), mask=live)
-        if weight is not None and REVERSE:
-            acc = acc * bw[:, None]
+            along = tl.sum(acc * bm, 1) * scale if OUTER else tl.sum(bz.to(tl.float32) * bm, 1)
+            tl.store(moved + row * H + of_token, along, mask=live)
 
         if u is not None:
             # the row's own write
@@ -302,7 +302,10 @@ def _chunk(
                     tl.store(own + of_token, alone, mask=live & (r < m))
             else:
                 acc += tl.sum(bx * oy * bonus[None, :], 1)[:, None] * oz
-        acc = acc * scale
+        if weight is not None and REVERSE:
+            acc = acc * (bw * scale)[:, None]
+        else:
+            acc = acc * scale
         if skip is not None:
             acc += bonus * bz
         tl.store(out + fo + ro, acc.to(out.dtype.element_ty), mask=here)
@@ -317,8 +320,6 @@ def _chunk(
         kept = tl.where(live, 1.0, 0.0)
     if weight is not None and not REVERSE:
         kept = kept * bw
-    if SCALAR or (weight is not None and not REVERSE):
-        written = (bz * kept[:, None]).to(DOT)
     if sums is not None:
         if DECAY == NONE:
             Z += tl.sum(keys.to(tl.float32) * kept[:, None], 0)
@@ -326,6 +327,11 @@ def _chunk(
             Z += tl.sum(tl.dot(tl.trans(keys), _columns(kept).to(DOT), input_precision=PRECISION), 1)
     if ds is not None:
         Z += tl.sum(bz.to(tl.float32) * (kept * bd if REVERSE else kept)[:, None], 0)
+    if SCALAR or (weight is not None and not REVERSE):  # the smaller of the two
+        if KX < BZ:
+            keys = (by * kept[:, None]).to(DOT)
+        else:
+            written = (bz * kept[:, None]).to(DOT)
     if FLIP:
         S = tl.dot(tl.trans(written), keys, S, input_precision=PRECISION)
     else:
@@ -480,7 +486,7 @@ def divide(
 
 @triton.jit(do_not_specialize=["T", "L", "segments", "scale", "least"])
 def gate_gradient(
-    q, k, dq, dk, read, written, weight, g, u, own, rest, cu,
+    q, k, dq, dk, g, u, own, rest, cu,
     dg, du,
     scale, T, L, segments, least,
     H: tl.constexpr, HX: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
@@ -488,12 +494,11 @@ def gate_gradient(
 ):  # fmt: skip
     """dg_l = sum_{i >= l} a_i - sum_{j >= l} b_j + rest (i > l with LATE), and du; walked from the end.
 
-    Either dq, dk [B, T, H, K] are given, of which a_i = q_i dq_i and b_j = k_j dk_j, or, where gates are of a head, the
-    sums over channels of a and of b without its ``weight``, in parts: ``read`` and ``written``. own: do . v, of which
-    the bonus makes scale own u (k to dq, q to dk), which no gate decays. rest: S_T dS_T, a number a channel or PARTS of
-    them, or None for 0. dg, None if unwanted: as g; [rows, H] or [rows, H, K] where gates are fixed. least: gates below
-    it have a gradient smaller than what rounding leaves in the difference, and multiply it by their size on the way to
-    a rate: it is 0.
+    dq, dk: [B, T, H, K], of which a_i = q_i dq_i and b_j = k_j dk_j, summed over channels where gates are of a head.
+    own: do . v, of which the bonus makes scale own u (k to dq, q to dk), which no gate decays. rest: S_T dS_T, a number
+    a channel or PARTS of them, or None for 0. dg, None if unwanted: as g; [rows, H] or [rows, H, K] where gates are
+    fixed. least: gates below it have a gradient smaller than what rounding leaves in the difference, and multiply it by
+    their size on the way to a rate: it is 0.
     """
     VECTOR: tl.constexpr = DECAY == CHANNEL or DECAY == TOKEN_CHANNEL
     FIXED: tl.constexpr = DECAY == HEAD or DECAY == CHANNEL
@@ -504,7 +509,6 @@ def gate_gradient(
     n = nh // H
     start, length = _bounds(cu, n, T, L, segments)
     lead = (C - length % C) % C
-    tokens = T if cu is not None else T.to(tl.int64) * (tl.num_programs(0) // (NB * H * segments))
     r = tl.arange(0, C)
     c = (pid % NB) * BK + tl.arange(0, BK)
     low = r[:, None] >= r[None, :]
@@ -527,32 +531,23 @@ def gate_gradient(
         first = start + (length + lead - 1 - t0)
         at = (first * H + h) - H * r
         kept = live
-        if read is not None:
-            a, change = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
-            for part in range(PARTS):
-                a += tl.load(read + part * tokens * H + at, mask=live, other=0.0)
-                change -= tl.load(written + part * tokens * H + at, mask=live, other=0.0)
-            if weight is not None:
-                change = change * tl.load(weight + at, mask=live, other=0.0)
-            change += a
+        here = live[:, None]
+        if K % BK != 0:
+            here = here & (c < K)[None, :]
+        fx, rx = (first * HX + h // (H // HX)) * K, (-HX * K) * r[:, None] + c[None, :]
+        fo, ro = (first * H + h) * K, (-H * K) * r[:, None] + c[None, :]
+        bq = tl.load(q + fx + rx, mask=here, other=0.0).to(tl.float32)
+        bk = tl.load(k + fx + rx, mask=here, other=0.0).to(tl.float32)
+        a = bq * tl.load(dq + fo + ro, mask=here, other=0.0)
+        change = a - bk * tl.load(dk + fo + ro, mask=here, other=0.0)
+        if u is not None:
+            both = scale * tl.load(own + at, mask=live, other=0.0)[:, None] * (bq * bk)
+            dbonus += tl.sum(both, 0)
+            a -= both * bonus[None, :]
+        if VECTOR:
+            at, kept = fo + ro, here
         else:
-            here = live[:, None]
-            if K % BK != 0:
-                here = here & (c < K)[None, :]
-            fx, rx = (first * HX + h // (H // HX)) * K, (-HX * K) * r[:, None] + c[None, :]
-            fo, ro = (first * H + h) * K, (-H * K) * r[:, None] + c[None, :]
-            bq = tl.load(q + fx + rx, mask=here, other=0.0).to(tl.float32)
-            bk = tl.load(k + fx + rx, mask=here, other=0.0).to(tl.float32)
-            a = bq * tl.load(dq + fo + ro, mask=here, other=0.0)
-            change = a - bk * tl.load(dk + fo + ro, mask=here, other=0.0)
-            if u is not None:
-                both = scale * tl.load(own + at, mask=live, other=0.0)[:, None] * (bq * bk)
-                dbonus += tl.sum(both, 0)
-                a -= both * bonus[None, :]
-            if VECTOR:
-                at, kept = fo + ro, here
-            else:
-                a, change = tl.sum(a, 1), tl.sum(change, 1)
+            a, change = tl.sum(a, 1), tl.sum(change, 1)
         if dg is not None:
             if VECTOR:
                 back = _running_sum(change, low, q.dtype.element_ty == tl.bfloat16, tl.float32) + after[None, :]
@@ -574,6 +569,53 @@ def gate_gradient(
             tl.store(dg + nh, tl.where(tl.load(g + h) < least, 0.0, summed))
     if u is not None:
         tl.store(du + nh.to(tl.int64) * K + c, dbonus, mask=c < K)
+
+
+@triton.jit(do_not_specialize=["T", "L", "segments", "least"])
+def head_gate_gradient(
+    read, written, weight, g, rest, cu,
+    dg,
+    T, L, segments, least,
+    H: tl.constexpr, BH: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, LATE: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """:func:`gate_gradient` of gates of heads without a bonus, BH heads at once, which lie side by side in memory.
+
+    The sums over channels of a and of b without its ``weight`` are given, in parts: ``read`` and ``written``.
+    """
+    blocks: tl.constexpr = (H + BH - 1) // BH
+    pid = tl.program_id(0)
+    n = pid // blocks
+    start, length = _bounds(cu, n, T, L, segments)
+    lead = (C - length % C) % C
+    part_of = H * (T if cu is not None else T.to(tl.int64) * (tl.num_programs(0) // (blocks * segments)))
+    r = tl.arange(0, C)
+    h = pid % blocks * BH + tl.arange(0, BH)
+    at_row = n.to(tl.int64) * H + h
+    after, summed = tl.zeros([BH], tl.float32), tl.zeros([BH], tl.float32)
+    if rest is not None:
+        for part in range(PARTS):
+            after += tl.load(rest + at_row * PARTS + part, mask=h < H, other=0.0)
+    for t0 in range(0, length + lead, C):
+        live = ((t0 + r >= lead) & (t0 + r < length + lead))[:, None] & (h < H)[None, :]
+        at = (start + (length + lead - 1 - t0)) * H + (h[None, :] - H * r[:, None])
+        a, b = tl.zeros([C, BH], tl.float32), tl.zeros([C, BH], tl.float32)
+        for part in range(PARTS):
+            a += tl.load(read + part * part_of + at, mask=live, other=0.0)
+            b += tl.load(written + part * part_of + at, mask=live, other=0.0)
+        if weight is not None:
+            b = b * tl.load(weight + at, mask=live, other=0.0)
+        back = tl.cumsum(a - b, 0) + after[None, :]
+        after += tl.sum(a - b, 0)
+        if LATE:
+            back -= a
+        if DECAY == HEAD:
+            summed += tl.sum(tl.where(live, back, 0.0), 0)
+        else:
+            gate = tl.load(g + at, mask=live, other=0.0)
+            tl.store(dg + at, tl.where(gate < least, 0.0, back).to(dg.dtype.element_ty), mask=live)
+    if DECAY == HEAD:
+        gate = tl.load(g + h, mask=h < H, other=0.0)
+        tl.store(dg + at_row, tl.where(gate < least, 0.0, summed), mask=h < H)
 
 
 @triton.jit(do_not_specialize=["T", "L", "segments", "scale", "eps"])

@@ -27,7 +27,7 @@ LEAST = {dtype: math.log(torch.finfo(dtype).eps) for dtype in LIMIT}  # gates be
 PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32", torch.float32: "tf32x3"}
 _GPU = torch.cuda.is_available()
 CHUNK = 64  # tokens that gates are divided out over
-SUMMED = 512  # numbers that the gate's gradient is summed over at once
+SUMMED, SUMMED_HEADS = 1024, 4  # tokens and heads that the gate's gradient is summed over at once
 DIVIDED_AT_ONCE = 256  # tokens of a program that does
 # The parts that the tensors play in each sweep: x, y, z, mate; whether the gate's channels are z's; backward in time.
 PARTS: dict[str, tuple[tuple[str, str, str, str], bool, bool]] = {
@@ -36,6 +36,7 @@ PARTS: dict[str, tuple[tuple[str, str, str, str], bool, bool]] = {
     "dq": (("do", "v", "k", "q"), True, False),
     "dk": (("v", "do", "q", "k"), True, True),
 }
+NARROW = 64  # channels of a block, where there are no more or programs are few
 SHORTEST = 512  # tokens of a segment, at least
 JOINED = 1024  # elements of a state that one program joins
 WALKED_BY_FEW = 32  # as WALKED, where programs are at most two a processor
@@ -181,12 +182,14 @@ class Sums(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _how(
-    dtype: torch.dtype, part: str, decay: int, late: bool, summed: bool, H: int, groups: int, K: int, V: int
+    dtype: torch.dtype, part: str, decay: int, late: bool, summed: bool, many: bool, H: int, groups: int, K: int, V: int
 ) -> tuple[Settings, tuple[Any, ...]]:
-    """Settings of a sweep, and the constants of its kernel."""
+    """Settings of a sweep, and the constants of its kernel; ``many``: blocks may be wide, programs are enough."""
     _, outer, reverse = PARTS[part]
     (HX, DX), (HZ, DZ) = ((H, V), (groups, K)) if outer else ((groups, K), (H, V))
     s = settings(dtype, decay, outer, DX, summed)
+    if DZ <= NARROW or not many:
+        s = s._replace(block=NARROW)
     return s, (
         H, HX, HZ, DX, DZ, max(64, 1 << (DX - 1).bit_length()), s.block, s.chunk,
         decay, late, outer, reverse, LIMIT[dtype], PRECISION[dtype],
@@ -210,6 +213,7 @@ class Call:
         self.by = None if by is None else by._replace(z=_plain(by.z), m=_plain(by.m))
         self.sums: Sums | None = None
         self.rows = Rows(B, T, T, 1, None) if by and x.cu_seqlens is None else _rows(x)
+        self.many = self.rows.number * self.rows.segments * self.H >= _processors(self.v.device)
 
     def states(self, segments: int = 1) -> Tensor:
         """A state for each row or segment."""
@@ -261,7 +265,7 @@ class Call:
         names, outer, reverse = PARTS[part]
         x, y, z, mate = (given[name] for name in names)
         rows, sizes = self.rows, (self.H, groups, self.K, self.V)
-        s, constants = _how(self.v.dtype, part, decay, self.late, self.by is not None, *sizes)
+        s, constants = _how(self.v.dtype, part, decay, self.late, self.by is not None, self.many, *sizes)
         programs = rows.number * rows.segments * self.H * -(-(self.K if outer else self.V) // s.block)
         if programs:
             stages = s.deep if programs <= _processors(self.v.device) else s.stages
@@ -287,7 +291,8 @@ class Call:
         """Programs of the sweep of dq, or of dv, that share a row."""
         part, size = ("dq", self.K) if outer else ("dv", self.V)
         sizes = (self.H, self.G, self.K, self.V)
-        return -(-size // _how(self.v.dtype, part, self.decay, self.late, self.by is not None, *sizes)[0].block)
+        how = _how(self.v.dtype, part, self.decay, self.late, self.by is not None, self.many, *sizes)
+        return -(-size // how[0].block)
 
     def gate_gradient(
         self,
@@ -304,16 +309,22 @@ class Call:
         number, fixed = rows.number * rows.segments, self.decay in (1, 2)
         dg = None if g is None or not need_g else _scratch(g, number, *g.shape) if fixed else torch.empty_like(g)
         du = None if self.u is None else _scratch(self.v, number, self.H, self.K)
-        size = max(16, 1 << (self.K - 1).bit_length())
-        block = min(size, 64) if self.vector or self.decay == 0 else size
-        programs = number * self.H * -(-self.K // block)
-        if programs and not (dg is None and du is None):
-            tensors = (self.q, self.k, dq, dk, read, written, self.weight, g, self.u, own, rest, rows.cu, dg, du)
-            numbers = (self.scale, rows.T, rows.length, rows.segments, LEAST[self.v.dtype])
-            parts = 1 if self.vector else self.blocks()
-            chunk = CHUNK if written is None else SUMMED
-            constants = (self.H, self.G, self.K, block, chunk, self.decay, self.late, parts)
-            _launch(kernels.gate_gradient, programs, tensors, numbers, constants, 4, 3)
+        tensors: tuple[Tensor | None, ...]
+        constants: tuple[Any, ...]
+        shape, least = (rows.T, rows.length, rows.segments), LEAST[self.v.dtype]
+        parts = 1 if self.vector else self.blocks()
+        if number and dg is not None and read is not None:
+            tensors = (read, written, self.weight, g, rest, rows.cu, dg)
+            constants = (self.H, SUMMED_HEADS, SUMMED, self.decay, self.late, parts)
+            programs = number * -(-self.H // SUMMED_HEADS)
+            _launch(kernels.head_gate_gradient, programs, tensors, (*shape, least), constants, 8, 1)
+        elif number and not (dg is None and du is None):
+            size = max(16, 1 << (self.K - 1).bit_length())
+            block = min(size, 64) if self.vector or self.decay == 0 else size
+            tensors = (self.q, self.k, dq, dk, g, self.u, own, rest, rows.cu, dg, du)
+            constants = (self.H, self.G, self.K, block, CHUNK, self.decay, self.late, parts)
+            programs = number * self.H * -(-self.K // block)
+            _launch(kernels.gate_gradient, programs, tensors, (self.scale, *shape, least), constants, 4, 3)
         if dg is not None and g is not None and fixed:
             dg = dg.sum(0).to(g.dtype)
         return dg, None if du is None or self.u is None else du.sum(0).to(self.u.dtype)
@@ -433,7 +444,9 @@ def _gradients(
     dq, dk = (_grouped(t, c.G) for t in (dq, dk))
     if c.skip is not None and skipped is not None:
         du = skipped.sum((0, 1, 2)).to(c.skip.dtype)
-    dw = None if c.weight is None or written is None else written.sum(0).to(c.weight.dtype)
+    dw = None
+    if c.weight is not None and written is not None:
+        dw = (written[0] if len(written) == 1 else written.sum(0)).to(c.weight.dtype)
     return dq, dk, dv, dg, du, dw
 
 

@@ -8,7 +8,7 @@ import torch
 
 
 class Settings(NamedTuple):
-    """How a sweep is launched: channels of z a program, tokens a chunk, warps, pipeline stages.
+    """How a sweep is launched: channels of z a program, at most; tokens a chunk, warps, pipeline stages.
 
     deep: the stages where there are no more programs than processors, so that none needs room beside another.
     """
@@ -34,6 +34,8 @@ _HALF = {
     **{(kind, 64): Settings(64, 64, 4, 3, 3) for kind in _KINDS},
     **{(kind, 128): Settings(64, 64, 4, 2, 3) for kind in _KINDS},
     **{(kind, 256): Settings(64, 64, 8, 1, 1) for kind in _KINDS},
+    # two blocks of z in one where x is so small, as in Mamba-2, which `make tune`, whose heads are square, has not
+    **{(kind, 64): Settings(128, 64, 4, 3, 3) for kind in ("none", "scalar")},
     **{(kind, size): Settings(64, 64, 4, 1, 1) for kind in ("inner", "outer") for size in (64, 128)},
     **{(kind, size): Settings(64, 64, 4, 2, 2) for kind in ("summed", "summed outer") for size in (64, 128)},
     **{(kind, 256): Settings(64, 64, 8, 2, 2) for kind in ("summed", "summed outer")},
