@@ -34,7 +34,7 @@ from linattn.recurrence import Decay, Engine, Mode, Normalizer, Read, Recurrence
 # Of keys; larger values are cut into pieces of at most this, and of at least PIECE.
 LARGEST = {torch.bfloat16: 256, torch.float16: 128, torch.float32: 128}
 PIECE = 64
-SUMMED = 128  # of values in training, at most, where a sum normaliser divides: gradients of more take longer
+TRAINED = 128  # of values in training, unless gates are of channels: gradients of more take longer
 _INSTALLED = importlib.util.find_spec("triton") is not None  # here, as torch.compile traces no cached function
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run in Python on the CPU, for tests
 
@@ -146,13 +146,13 @@ class _Stabilizing(StabilizingKernel):
         return launch.stabilize_gradient(f, i, m, cu_seqlens, maxima, rescale, grads)
 
 
-def _pieces(x: MatrixInputs, summed: bool = False) -> int:
+def _pieces(x: MatrixInputs) -> int:
     """How many heads each value head is run as, as values do not know of each other; walked tokens need none."""
     _, T, _, V = x.v.shape
-    largest = LARGEST[x.v.dtype]
-    if summed and V % PIECE == 0 and torch.is_grad_enabled():
-        largest = min(largest, SUMMED)
-    if largest >= V or (T <= WALKED and not torch.is_grad_enabled()):
+    largest, training = LARGEST[x.v.dtype], torch.is_grad_enabled()
+    if training and V % PIECE == 0 and (x.g is None or x.g.dim() in (1, 3)):
+        largest = min(largest, TRAINED)
+    if largest >= V or (T <= WALKED and not training):
         return 1
     return next(n for n in range(-(-V // largest), V + 1) if V % n == 0)
 
@@ -232,7 +232,7 @@ class Triton(Backend):
         return _SWEEPS.forward(inputs, None, "", False)[:2]
 
     def normalized(self, inputs: MatrixInputs, by: Divisor, mode: Mode | None) -> tuple[Tensor, Tensor, Tensor]:
-        n = _pieces(inputs, True)
+        n = _pieces(inputs)
         if n > 1:
             H = inputs.v.shape[2] * n
             weight, z, m = _repeated(by.weight, H, 2), _repeated(by.z, H, 1), _repeated(by.m, H, 2)

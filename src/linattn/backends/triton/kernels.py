@@ -90,16 +90,6 @@ def _is_steep(steep, slot, count, h, H: tl.constexpr):
 
 
 @triton.jit
-def _columns(a):
-    """[N] in float32 as three bf16 parts, the first columns of [N, 16], for a product whose result's columns add up."""
-    n = tl.arange(0, 16)[None, :]
-    high = a.to(tl.bfloat16).to(tl.float32)
-    middle = (a - high).to(tl.bfloat16).to(tl.float32)
-    low = a - high - middle
-    return tl.where(n == 0, high[:, None], tl.where(n == 1, middle[:, None], tl.where(n == 2, low[:, None], 0.0)))
-
-
-@triton.jit
 def _divisor(s, m, eps, GIVEN: tl.constexpr, SUM: tl.constexpr):
     """max(|s|, e^-m) + eps, or max(|s|, eps) where no m is GIVEN; and whether |s| is the larger."""
     size = tl.abs(s)
@@ -266,10 +256,7 @@ def _chunk(
             P = P * bw[None, :]
         P = tl.where(low, P, 0.0)
         if sums is not None:
-            if DECAY == NONE:  # on Hopper this product and that below came out wrong where nothing decays
-                zq = tl.sum(read.to(tl.float32) * Z[None, :], 1)
-            else:
-                zq = tl.sum(tl.dot(read, _columns(Z).to(DOT), input_precision=PRECISION), 1)
+            zq = tl.sum(read.to(tl.float32) * Z[None, :], 1)  # a product of 16 columns came out wrong on Hopper
             if SCALAR:
                 zq = zq * tl.exp2(G.to(tl.float32))
             s = (zq + tl.sum(P, 1)) * scale
@@ -321,10 +308,7 @@ def _chunk(
     if weight is not None and not REVERSE:
         kept = kept * bw
     if sums is not None:
-        if DECAY == NONE:
-            Z += tl.sum(keys.to(tl.float32) * kept[:, None], 0)
-        else:
-            Z += tl.sum(tl.dot(tl.trans(keys), _columns(kept).to(DOT), input_precision=PRECISION), 1)
+        Z += tl.sum(keys.to(tl.float32) * kept[:, None], 0)
     if ds is not None:
         Z += tl.sum(bz.to(tl.float32) * (kept * bd if REVERSE else kept)[:, None], 0)
     if SCALAR or (weight is not None and not REVERSE):  # the smaller of the two
