@@ -141,7 +141,7 @@ FEW = [
     ("sm_90", Decay.NONE, "after", torch.bfloat16, 128, 3),
     ("sm_90", Decay.TOKEN_HEAD, "after", torch.bfloat16, 128, 4),
     ("sm_90", Decay.TOKEN_CHANNEL, "after", torch.bfloat16, 128, 4),
-    ("sm_90", Decay.TOKEN_HEAD, "sum", torch.bfloat16, 256, 1),
+    ("sm_90", Decay.TOKEN_HEAD, "sum", torch.bfloat16, 256, 4),
     ("sm_90", Decay.TOKEN_HEAD, "wide", torch.bfloat16, 64, None),
     ("sm_80", Decay.TOKEN_HEAD, "after", torch.bfloat16, 64, 2),
     ("sm_100", Decay.NONE, "after", torch.bfloat16, 64, 2),

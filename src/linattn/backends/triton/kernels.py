@@ -114,7 +114,7 @@ def _of_rows(a, none, t0, start, length, lead, h, r, H: tl.constexpr, REVERSE: t
 
 @triton.jit
 def _ahead(
-    g, weight, ds, maxima, none, t0, start, length, lead, h, r,
+    g, weight, ds, factor, none, t0, start, length, lead, h, r,
     H: tl.constexpr, DECAY: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """All such numbers; they are loaded a chunk ahead, so that no chunk waits for them."""
@@ -122,15 +122,15 @@ def _ahead(
         _of_rows(g if DECAY == TOKEN_HEAD else None, none, t0, start, length, lead, h, r, H, REVERSE, SHIFT),
         _of_rows(weight, none, t0, start, length, lead, h, r, H, REVERSE, False),
         _of_rows(ds, none, t0, start, length, lead, h, r, H, REVERSE, False),
-        _of_rows(maxima, none, t0, start, length, lead, h, r, H, REVERSE, False),
+        _of_rows(factor, none, t0, start, length, lead, h, r, H, REVERSE, False),
     )
 
 
 @triton.jit
 def _chunk(
     t0, S, Z, ahead, gates, fixed, bonus,
-    x, y, z, g, u, skip, mate, weight, ds, maxima, out, total, moved, sums, own,
-    scale, eps, start, length, lead, row, h, r, cx, cz, cg,
+    x, y, z, g, u, skip, mate, weight, ds, factor, out, total, moved, own,
+    scale, start, length, lead, row, h, r, cx, cz, cg,
     H: tl.constexpr, HX: tl.constexpr, HZ: tl.constexpr, DX: tl.constexpr, DZ: tl.constexpr,
     KX: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, LATE: tl.constexpr, OUTER: tl.constexpr, REVERSE: tl.constexpr,
@@ -140,7 +140,7 @@ def _chunk(
     VECTOR: tl.constexpr = DECAY == CHANNEL or DECAY == TOKEN_CHANNEL
     SCALAR: tl.constexpr = DECAY == HEAD or DECAY == TOKEN_HEAD
     FIXED: tl.constexpr = DECAY == HEAD or DECAY == CHANNEL
-    SUMMED: tl.constexpr = weight is not None or ds is not None or sums is not None
+    SUMMED: tl.constexpr = weight is not None or ds is not None or factor is not None
     SHIFT: tl.constexpr = REVERSE or LATE
     FLIP: tl.constexpr = VECTOR and not OUTER
     HALF: tl.constexpr = x.dtype.element_ty == tl.bfloat16
@@ -183,9 +183,9 @@ def _chunk(
     if moved is not None:  # early, as it is no factor of a product: the compiler leaves it where it is
         bm = tl.load(mate + fz + rz, mask=here, other=0.0)
     of_token = (first * H + h) + (step * H) * r
-    bg, bw, bd, top = ahead
+    bg, bw, bd, bf = ahead
     if not VECTOR:
-        ahead = _ahead(g, weight, ds, maxima, scale, t0 + C, start, length, lead, h, r, H, DECAY, REVERSE, SHIFT)
+        ahead = _ahead(g, weight, ds, factor, scale, t0 + C, start, length, lead, h, r, H, DECAY, REVERSE, SHIFT)
 
     # gates: their running sum G, and its end GL
     if DECAY == TOKEN_HEAD:
@@ -255,13 +255,6 @@ def _chunk(
         if weight is not None and not REVERSE:
             P = P * bw[None, :]
         P = tl.where(low, P, 0.0)
-        if sums is not None:
-            zq = tl.sum(read.to(tl.float32) * Z[None, :], 1)  # a product of 16 columns came out wrong on Hopper
-            if SCALAR:
-                zq = zq * tl.exp2(G.to(tl.float32))
-            s = (zq + tl.sum(P, 1)) * scale
-            tl.store(sums + of_token, s, mask=live & (row == 0))
-            divisor, _ = _divisor(s, top, eps, maxima is not None, SUM)
         if SUMMED:  # after P, as the registers would not suffice for both
             P = P.to(DOT)
             acc = tl.dot(read, state, input_precision=PRECISION)
@@ -272,8 +265,8 @@ def _chunk(
         acc = tl.dot(P.to(DOT), written, acc, input_precision=PRECISION)
         if VECTOR and OUTER:
             acc = acc * tl.exp2(G)
-        if sums is not None:
-            acc = acc * (1.0 / divisor)[:, None]
+        if factor is not None:
+            acc = acc * bf[:, None]
         if moved is not None:
             along = tl.sum(acc * bm, 1) * scale if OUTER else tl.sum(bz.to(tl.float32) * bm, 1)
             tl.store(moved + row * H + of_token, along, mask=live)
@@ -301,14 +294,12 @@ def _chunk(
         kept = tl.exp2(tl.minimum(GL - G, 0.0).to(tl.float32))
         decay = tl.exp2(GL.to(tl.float32))
         S = S * decay
-        if sums is not None or ds is not None:
+        if ds is not None:
             Z = Z * decay
     elif SUMMED:
         kept = tl.where(live, 1.0, 0.0)
     if weight is not None and not REVERSE:
         kept = kept * bw
-    if sums is not None:
-        Z += tl.sum(keys.to(tl.float32) * kept[:, None], 0)
     if ds is not None:
         Z += tl.sum(bz.to(tl.float32) * (kept * bd if REVERSE else kept)[:, None], 0)
     if SCALAR or (weight is not None and not REVERSE):  # the smaller of the two
@@ -602,11 +593,11 @@ def head_gate_gradient(
         tl.store(dg + at_row, tl.where(gate < least, 0.0, summed), mask=h < H)
 
 
-@triton.jit(do_not_specialize=["T", "L", "segments", "scale", "eps"])
+@triton.jit(do_not_specialize=["T", "L", "segments", "scale"])
 def sweep(
-    x, y, z, g, u, skip, mate, cu, init, dS, ends, steep, qk, weight, ds, maxima, zinit, dZ,
-    out, final, total, moved, rest, own, sums, zfinal,
-    scale, T, L, segments, eps,
+    x, y, z, g, u, skip, mate, cu, init, dS, ends, steep, qk, weight, ds, factor, zinit, dZ,
+    out, final, total, moved, rest, own, zfinal,
+    scale, T, L, segments,
     H: tl.constexpr, HX: tl.constexpr, HZ: tl.constexpr, DX: tl.constexpr, DZ: tl.constexpr,
     KX: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, LATE: tl.constexpr, OUTER: tl.constexpr, REVERSE: tl.constexpr,
@@ -620,9 +611,9 @@ def sweep(
     with gates of a head the outer ones write out . mate, of the block's channels, to ``moved`` [blocks, B, T, H].
     skip [H]: of z, added to out; then the inner sweep that has ``moved`` writes z . mate there.
 
-    weight [B, T, H]: of k v^T. With a sum normaliser, the sum of keys Z is one more column of S: the sweep of o writes
-    ``sums``, s = scale Z . q, and divides by :func:`_divisor`; those of dq and dk read their gradient ds; zinit, zfinal
-    and dZ are to Z what init, final and dS are to S. None of these goes with LATE or gates of channels.
+    weight [B, T, H]: of k v^T. factor [B, T, H]: of o, from :func:`divisors`. With a sum normaliser, the sweeps of dq
+    and dk read the gradient ds of the sums, for which the sum of keys Z is one more column of S: zinit, zfinal and dZ
+    are to Z what init, final and dS are to S. None of these goes with LATE or gates of channels.
     """
     DIVIDED: tl.constexpr = DECAY >= SCALED
     VECTOR: tl.constexpr = DIVIDED or DECAY == CHANNEL or DECAY == TOKEN_CHANNEL
@@ -674,14 +665,14 @@ def sweep(
 
     nothing = length.to(tl.float32) * 0.0
     fixed, gates, bonus, ahead, Z = nothing, nothing, nothing, nothing, nothing
-    if sums is not None or ds is not None:
+    if ds is not None:
         of_Z = nh.to(tl.int64) * DG + cg
         Z = tl.zeros([BG], tl.float32)
         if zinit is not None:
             Z = tl.load(zinit + of_Z, mask=in_g, other=0.0)
             if REVERSE:
                 Z = Z / scale
-    ahead = _ahead(g, weight, ds, maxima, scale, 0, start, length, lead, h, r, H, DECAY, REVERSE, SHIFT)
+    ahead = _ahead(g, weight, ds, factor, scale, 0, start, length, lead, h, r, H, DECAY, REVERSE, SHIFT)
     if VECTOR:
         fixed, gates = tl.zeros([BG], tl.float32), tl.zeros([BG], tl.float32)
     if SCALAR:
@@ -708,8 +699,8 @@ def sweep(
         while t0 < length + lead:
             m, S, Z, ahead, gates = _chunk(
                 t0, S, Z, ahead, gates, fixed, bonus,
-                x, y, z, g, u, skip, mate, weight, ds, maxima, out, total, moved, sums, own,
-                scale, eps, start, length, lead, row, h, r, cx, cz, cg,
+                x, y, z, g, u, skip, mate, weight, ds, factor, out, total, moved, own,
+                scale, start, length, lead, row, h, r, cx, cz, cg,
                 H, HX, HZ, DX, DZ, KX, BZ, C, DECAY, LATE, OUTER, REVERSE, LIMIT, PRECISION,
             )  # fmt: skip
             t0 += m
@@ -717,8 +708,8 @@ def sweep(
         for t0 in range(0, length + lead, C):
             _, S, Z, ahead, gates = _chunk(
                 t0, S, Z, ahead, gates, fixed, bonus,
-                x, y, z, g, u, skip, mate, weight, ds, maxima, out, total, moved, sums, own,
-                scale, eps, start, length, lead, row, h, r, cx, cz, cg,
+                x, y, z, g, u, skip, mate, weight, ds, factor, out, total, moved, own,
+                scale, start, length, lead, row, h, r, cx, cz, cg,
                 H, HX, HZ, DX, DZ, KX, BZ, C, DECAY, LATE, OUTER, REVERSE, LIMIT, PRECISION,
             )  # fmt: skip
 
@@ -758,10 +749,7 @@ def sweep(
             has_state = has_state & (n % segments == (0 if REVERSE else segments - 1))
         tl.store(final + of_state + in_state, S * scale if REVERSE else S, mask=has_state)
     if zfinal is not None:
-        if sums is not None:
-            tl.store(zfinal + of_Z, Z, mask=in_g & (block == 0))
-        else:
-            tl.store(zfinal + of_Z, Z * scale, mask=in_g)
+        tl.store(zfinal + of_Z, Z * scale, mask=in_g)
     if total is not None:
         if VECTOR:
             tl.store(total + nh.to(tl.int64) * DG + cg, gates, mask=in_g)
@@ -1166,3 +1154,108 @@ def stabilize_gradient(
         to_start += tl.sum(tl.where((row == length - 1)[:, None], to_first, 0.0), 0)
         begins = in_x & (before == tl.maximum(tl.cdiv(length, C) - 1, 0))
         tl.store(dstart + of_row, _rounded(tl.where(first >= LEAST, to_start, 0.0), dstart), mask=begins)
+
+
+@triton.jit
+def _head_gates(g, at, row, length, h, C: tl.constexpr, DECAY: tl.constexpr, SUM: tl.constexpr):
+    """Running sum of a head's gates over the rows of a chunk, and its end."""
+    live = row < length
+    if DECAY == TOKEN_HEAD:
+        bg = tl.maximum(tl.load(g + at, mask=live, other=0.0).to(SUM), ZERO) * LOG2E
+    elif DECAY == HEAD:
+        bg = tl.where(live, tl.maximum(tl.load(g + h).to(SUM), ZERO) * LOG2E, 0.0)
+    else:
+        bg = tl.zeros([C], SUM)
+    return tl.cumsum(bg, 0), tl.sum(bg, 0)
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def keys_alone(
+    k, weight, g, cu,
+    alone, total,
+    N, T,
+    H: tl.constexpr, HX: tl.constexpr, K: tl.constexpr, KX: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr,
+):  # fmt: skip
+    """Of every chunk of a head alone: the sum of its weighted keys at its end [chunks, H, K], and of its gates."""
+    SUM: tl.constexpr = tl.float64 if k.dtype.element_ty == tl.float32 else tl.float32
+    _, start, length, slot, chunk, _ = _piece(cu, N, T, H, C, 1)
+    h = tl.program_id(0) % H
+    row, c = chunk * C + tl.arange(0, C), tl.arange(0, KX)
+    live = row < length
+    at = (start + row) * H + h
+    G, GL = _head_gates(g, at, row, length, h, C, DECAY, SUM)
+    kept = tl.where(live, tl.exp2((GL - G).to(tl.float32)), 0.0)
+    if weight is not None:
+        kept = kept * tl.load(weight + at, mask=live, other=0.0)
+    of_k = k + ((start + row) * HX + h // (H // HX))[:, None] * K + c[None, :]
+    bk = tl.load(of_k, mask=live[:, None] & (c < K)[None, :], other=0.0).to(tl.float32)
+    to = (slot + chunk) * H + h
+    tl.store(alone + to * K + c, tl.sum(bk * kept[:, None], 0), mask=c < K)
+    tl.store(total + to, GL.to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def keys_before(
+    alone, total, z, cu,
+    before, last,
+    N, T,
+    H: tl.constexpr, K: tl.constexpr, KX: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """The sum of keys before every chunk of a head, from what :func:`keys_alone` wrote, and behind all of them."""
+    pid = tl.program_id(0)
+    n, h = pid // H, pid % H
+    start, length = _bounds(cu, n, T, T, 1)
+    slot = _slot(cu, n, start, tl.maximum(T, 1), T, 1, C)
+    chunks = tl.cdiv(length, C)
+    p, c = tl.arange(0, 16), tl.arange(0, KX)
+    in_k = c < K
+    Z = tl.zeros([KX], tl.float32)
+    if z is not None:
+        Z = tl.load(z + pid.to(tl.int64) * K + c, mask=in_k, other=0.0)
+    tl.store(before + (slot * H + h) * K + c, Z, mask=in_k & (chunks > 0))
+    for first in range(0, chunks, 16):
+        here = (first + p < chunks)[:, None] & in_k[None, :]
+        of_chunk = (slot + first + p) * H + h
+        at = of_chunk[:, None] * K + c[None, :]
+        decay = tl.exp2(tl.load(total + of_chunk, mask=first + p < chunks, other=0.0))
+        decay = tl.broadcast_to(decay[:, None], [16, KX])
+        through, sums = tl.associative_scan((decay, tl.load(alone + at, mask=here, other=0.0)), 0, _then)
+        sums += through * Z[None, :]
+        tl.store(before + at + H * K, sums, mask=here & (first + p + 1 < chunks)[:, None])
+        Z = tl.sum(tl.where((p == tl.minimum(chunks - first, 16) - 1)[:, None], sums, 0.0), 0)
+    tl.store(last + pid.to(tl.int64) * K + c, Z, mask=in_k)
+
+
+@triton.jit(do_not_specialize=["scale", "eps", "N", "T"])
+def divisors(
+    q, k, weight, g, cu, before, maxima,
+    sums, factor,
+    scale, eps, N, T,
+    H: tl.constexpr, HX: tl.constexpr, K: tl.constexpr, KX: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """s = scale q . Z of every token, Z the sum of weighted keys up to it, and 1 / :func:`_divisor`: [B, T, H] each."""
+    HALF: tl.constexpr = q.dtype.element_ty == tl.bfloat16
+    DOT: tl.constexpr = tl.bfloat16 if HALF else tl.float32
+    SUM: tl.constexpr = tl.float64 if q.dtype.element_ty == tl.float32 else tl.float32
+    _, start, length, slot, chunk, _ = _piece(cu, N, T, H, C, 1)
+    h = tl.program_id(0) % H
+    r, c = tl.arange(0, C), tl.arange(0, KX)
+    row = chunk * C + r
+    live = row < length
+    at = (start + row) * H + h
+    G, _ = _head_gates(g, at, row, length, h, C, DECAY, SUM)
+    at_k = ((start + row) * HX + h // (H // HX))[:, None] * K + c[None, :]
+    here = live[:, None] & (c < K)[None, :]
+    bq, bk = tl.load(q + at_k, mask=here, other=0.0), tl.load(k + at_k, mask=here, other=0.0)
+    Z = tl.load(before + ((slot + chunk) * H + h) * K + c, mask=(c < K) & (chunk * C < length), other=0.0)
+    s = tl.sum(bq.to(tl.float32) * Z[None, :], 1) * tl.exp2(G.to(tl.float32))
+    P = tl.dot(bq.to(DOT), tl.trans(bk.to(DOT)), input_precision=PRECISION)
+    P = P * tl.exp2((G[:, None] - G[None, :]).to(tl.float32))
+    if weight is not None:
+        P = P * tl.load(weight + at, mask=live, other=0.0)[None, :]
+    s = (s + tl.sum(tl.where(r[:, None] >= r[None, :], P, 0.0), 1)) * scale
+    top = tl.load(maxima + at, mask=live, other=0.0) if maxima is not None else s
+    divisor, _ = _divisor(s, top, eps, maxima is not None, SUM)
+    tl.store(sums + at, s, mask=live)
+    tl.store(factor + at, 1.0 / divisor, mask=live)

@@ -244,23 +244,47 @@ class Call:
             _launch(kernels.divide, programs, tensors, (T, length, segments), constants, 8 if size > 128 else 4, 1)
         return Divided(q, k, ends, steep, qk)
 
+    def divisors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of a sum normaliser: the sums s [B, T, H], what outputs are multiplied by, and the last sum of keys."""
+        assert self.by is not None
+        rows, (B, T) = self.rows, self.v.shape[:2]
+        slots = B * -(-T // CHUNK) if rows.cu is None else T // CHUNK + rows.number
+        sums, factor = (_scratch(self.v, B, T, self.H) for _ in range(2))
+        alone, before = (_scratch(self.v, slots, self.H, self.K) for _ in range(2))
+        total, last = _scratch(self.v, slots, self.H), _scratch(self.v, rows.number, self.H, self.K)
+        size = max(16, 1 << (self.K - 1).bit_length())
+        shape, numbers = (self.H, self.G, self.K, size, CHUNK), (rows.number, T)
+        gates = (self.weight, self.g, rows.cu)
+        if sums.numel():
+            tensors = (self.k, *gates, alone, total)
+            _launch(kernels.keys_alone, slots * self.H, tensors, numbers, (*shape, self.decay), 4, 1)
+        if last.numel():
+            places = (alone, total, self.by.z, rows.cu, before, last)
+            _launch(kernels.keys_before, rows.number * self.H, places, numbers, (self.H, self.K, size, CHUNK), 4, 1)
+        if sums.numel():
+            both = (self.scale, self.by.eps, *numbers)
+            given = (self.q, self.k, *gates, before, self.by.m, sums, factor)
+            constants = (*shape, self.decay, PRECISION[self.v.dtype])
+            _launch(kernels.divisors, slots * self.H, given, both, constants, 4, 1)
+        return sums, factor, last
+
     def sweep(
         self, part: str, init: Tensor | None, *, dS: Tensor | None = None, out: Tensor | None = None,
         final: Tensor | None = None, total: Tensor | None = None, moved: Tensor | None = None,
-        rest: Tensor | None = None, own: Tensor | None = None, sums: Tensor | None = None, z: Tensor | None = None,
+        rest: Tensor | None = None, own: Tensor | None = None, z: Tensor | None = None, factor: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """``part``: o, dv, dq or dk."""
+        """``part``: o, dv, dq or dk; ``factor``: of each token's output."""
         given = {"q": self.q, "k": self.k, "v": self.v, "do": self.do}
-        results = (out, final, total, moved, rest, own, sums, z)
+        results = (out, final, total, moved, rest, own, z)
         divided = self.divided if self.vector else None
-        self._sweep(part, given, self.G, self.decay, divided, init, dS, results)
+        self._sweep(part, given, self.G, self.decay, divided, init, dS, factor, results)
         if divided is not None:
             given |= {"q": divided.q, "k": divided.k}
-            self._sweep(part, given, self.H, self.decay + DIVIDED, divided, init, dS, results)
+            self._sweep(part, given, self.H, self.decay + DIVIDED, divided, init, dS, None, results)
 
     def _sweep(
         self, part: str, given: dict[str, Tensor | None], groups: int, decay: int, by: Divided | None,
-        init: Tensor | None, dS: Tensor | None, results: tuple[Tensor | None, ...],
+        init: Tensor | None, dS: Tensor | None, factor: Tensor | None, results: tuple[Tensor | None, ...],
     ) -> None:  # fmt: skip
         names, outer, reverse = PARTS[part]
         x, y, z, mate = (given[name] for name in names)
@@ -271,20 +295,15 @@ class Call:
             stages = s.deep if programs <= _processors(self.v.device) else s.stages
             divided = (None, None, None) if by is None else (by.ends, by.steep, by.qk)
             mate = None if results[3] is None else mate
-            ds = m = zinit = dz = None
-            if self.by is not None:
-                m, zinit = self.by.m, self.by.z
-            if self.sums is not None:
-                m = None
-                if reverse:
-                    zinit = None if part == "dv" else self.sums.dz
-                if outer:
-                    ds, dz = self.sums.ds, None if results[4] is None else self.sums.dz
+            ds = zinit = dz = None
+            if self.by is not None and self.sums is not None and outer:
+                zinit = self.sums.dz if reverse else self.by.z
+                ds, dz = self.sums.ds, None if results[4] is None else self.sums.dz
             tensors = (
                 x, y, z, self.g, self.u, None if outer else self.skip, mate, rows.cu, init, dS, *divided,
-                self.weight, ds, m, zinit, dz, *results,
+                self.weight, ds, factor, zinit, dz, *results,
             )  # fmt: skip
-            numbers = (self.scale, rows.T, rows.length, rows.segments, 0.0 if self.by is None else self.by.eps)
+            numbers = (self.scale, rows.T, rows.length, rows.segments)
             _launch(kernels.sweep, programs, tensors, numbers, constants, s.warps, stages)
 
     def blocks(self, outer: bool = True) -> int:
@@ -364,8 +383,8 @@ def forward_divided(x: MatrixInputs, by: Divisor, training: bool = False) -> tup
         c = Call(x, x.scale, by)
         _meet(c, training, lambda: forward_divided(x, by, training), lambda: training and _backward_of(x, by))
         o, S = torch.empty_like(c.v), c.states()
-        s, z = _scratch(c.v, *x.v.shape[:-1]), _scratch(c.v, c.rows.number, c.H, c.K)
-        c.sweep("o", c.state, out=o, final=S, sums=s, z=z)
+        s, factor, z = c.divisors()
+        c.sweep("o", c.state, out=o, final=S, factor=factor)
         return o, s, S, z
 
 
