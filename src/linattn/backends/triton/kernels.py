@@ -1183,12 +1183,12 @@ def keys_alone(
     row, c = chunk * C + tl.arange(0, C), tl.arange(0, KX)
     live = row < length
     at = (start + row) * H + h
+    of_k = k + ((start + row) * HX + h // (H // HX))[:, None] * K + c[None, :]
+    bk = tl.load(of_k, mask=live[:, None] & (c < K)[None, :], other=0.0).to(tl.float32)  # under way during what follows
     G, GL = _head_gates(g, at, row, length, h, C, DECAY, SUM)
     kept = tl.where(live, tl.exp2((GL - G).to(tl.float32)), 0.0)
     if weight is not None:
         kept = kept * tl.load(weight + at, mask=live, other=0.0)
-    of_k = k + ((start + row) * HX + h // (H // HX))[:, None] * K + c[None, :]
-    bk = tl.load(of_k, mask=live[:, None] & (c < K)[None, :], other=0.0).to(tl.float32)
     to = (slot + chunk) * H + h
     tl.store(alone + to * K + c, tl.sum(bk * kept[:, None], 0), mask=c < K)
     tl.store(total + to, GL.to(tl.float32))
@@ -1244,11 +1244,11 @@ def divisors(
     row = chunk * C + r
     live = row < length
     at = (start + row) * H + h
-    G, _ = _head_gates(g, at, row, length, h, C, DECAY, SUM)
     at_k = ((start + row) * HX + h // (H // HX))[:, None] * K + c[None, :]
     here = live[:, None] & (c < K)[None, :]
     bq, bk = tl.load(q + at_k, mask=here, other=0.0), tl.load(k + at_k, mask=here, other=0.0)
     Z = tl.load(before + ((slot + chunk) * H + h) * K + c, mask=(c < K) & (chunk * C < length), other=0.0)
+    G, _ = _head_gates(g, at, row, length, h, C, DECAY, SUM)
     s = tl.sum(bq.to(tl.float32) * Z[None, :], 1) * tl.exp2(G.to(tl.float32))
     P = tl.dot(bq.to(DOT), tl.trans(bk.to(DOT)), input_precision=PRECISION)
     P = P * tl.exp2((G[:, None] - G[None, :]).to(tl.float32))
