@@ -395,7 +395,7 @@ def _stabilized_fake(
 ) -> tuple[Tensor, ...]:
     B, T, X = i.shape
     N, dtype = B if cu_seqlens is None else cu_seqlens.shape[0] - 1, state_dtype(i.dtype)
-    shapes = (((B, T, X), dtype),) * 2 + (((B, T, X), torch.float64),) * 2 + (((N, X), dtype),) * 2
+    shapes = (((B, T, X), dtype),) * 2 + (((B, T, X), torch.float64),) * 2 + (((N, X), dtype), ((N, X), torch.float64))
     return tuple(i.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
 
 

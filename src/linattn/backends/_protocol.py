@@ -53,7 +53,7 @@ class Stabilized(NamedTuple):
     g, j: [B, T, X] in the state's dtype, both ≤ 0: h̃_t = e^{g_t} h̃_{t-1} + e^{j_t} x_t.
     m_before, m: [B, T, X] in float64 (float32 where the device has none): the maximum before and after each token.
     final: [N, X] in the state's dtype: the maximum to continue from.
-    rescale: [N, X] in the state's dtype: what the last h̃ must be multiplied by to go with ``final``, which is rounded.
+    rescale: [N, X], as exact as m: what the last h̃ must be multiplied by to go with ``final``, which is rounded.
     """
 
     g: Tensor

@@ -80,8 +80,7 @@ def stabilize(
     g, j = (x - x.detach().clamp(min=0) for x in (g, j))
     g = torch.where(m_before <= EMPTY / 2, 0, g)
     final = last.to(dtype, copy=True)  # a slice would keep every maximum alive
-    rescale = (scale_of_last - final.to(exact)).exp().to(dtype)
-    return Stabilized(g.to(dtype), j.to(dtype), m_before, m, final, rescale)
+    return Stabilized(g.to(dtype), j.to(dtype), m_before, m, final, (scale_of_last - final.to(exact)).exp())
 
 
 def _segmented_argmax(x: Tensor, sequence: Tensor) -> Tensor:

@@ -96,7 +96,8 @@ def mlstm(
     s = stabilize(f, i if state_dtype(i.dtype) == dtype else i.to(dtype), m, cu_seqlens, backend)
     h, after = engine.matrix(RECURRENCE, q, k, v, g=s.g, weight=s.j.exp(), m=s.m, eps=eps, state=before, **options)
     assert isinstance(after, NormalizedState)
-    return h, MLSTMState(after.S * s.rescale[..., None, None], after.z * s.rescale[..., None], s.final)
+    rescale = s.rescale.to(dtype)
+    return h, MLSTMState(after.S * rescale[..., None, None], after.z * rescale[..., None], s.final)
 
 
 class MLSTMLayerState(NamedTuple):

@@ -94,7 +94,7 @@ def rwkv4(
     numerator, denominator = h.chunk(2, -1)
     numerator, denominator = past * numerator + now * value, past * denominator + now
     o = numerator / torch.where(denominator == 0, 1, denominator)  # 0 where there is nothing to read
-    numerator, denominator = (end * stable.rescale.repeat(1, 2)).chunk(2, -1)
+    numerator, denominator = (end * stable.rescale.repeat(1, 2)).to(end.dtype).chunk(2, -1)
     return o.to(v.dtype), RWKV4State(numerator.contiguous(), denominator.contiguous(), stable.final)
 
 

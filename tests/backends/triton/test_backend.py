@@ -56,10 +56,22 @@ def test_takes_large_values(hopper: triton.Triton, normalizer: Normalizer, dtype
     assert hopper.refuses(Request(PLAIN.device, dtype, None, recurrence, K, V)) is None
 
 
-@pytest.mark.parametrize(("V", "plain", "summed"), [(512, 2, 4), (256, 1, 2), (192, 1, 2), (200, 1, 1), (128, 1, 1)])
-def test_large_values_are_cut(V: int, plain: int, summed: int) -> None:
-    x, _, _ = draw(Decay.TOKEN_HEAD, torch.bfloat16, {"B": 1, "T": 64, "H": 1, "K": 16, "V": V}, device="meta")
-    assert (triton._pieces(x), triton._pieces(x, summed=True)) == (plain, summed)
+@pytest.mark.parametrize(
+    ("V", "decay", "alone", "training"),
+    [
+        (512, Decay.TOKEN_HEAD, 2, 4),
+        (256, Decay.NONE, 1, 2),
+        (192, Decay.HEAD, 1, 2),
+        (200, Decay.NONE, 1, 1),
+        (128, Decay.NONE, 1, 1),
+        (256, Decay.TOKEN_CHANNEL, 1, 1),
+    ],
+)
+def test_large_values_are_cut(V: int, decay: Decay, alone: int, training: int) -> None:
+    x, _, _ = draw(decay, torch.bfloat16, {"B": 1, "T": 64, "H": 1, "K": 16, "V": V}, device="meta")
+    assert triton._pieces(x) == training
+    with torch.no_grad():
+        assert triton._pieces(x) == alone
 
 
 def test_refuses_without_triton_or_a_checked_gpu(hopper: triton.Triton, monkeypatch: pytest.MonkeyPatch) -> None:

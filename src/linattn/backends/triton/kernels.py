@@ -1037,7 +1037,7 @@ def stabilize(
     ends = in_x & (before == tl.maximum(tl.cdiv(length, C) - 1, 0))
     rounded = _rounded(last, final)
     tl.store(final + n * X + x, rounded, mask=ends)
-    tl.store(rescale + n * X + x, _rounded(tl.exp(last - rounded.to(tl.float64)), rescale), mask=ends)
+    tl.store(rescale + n * X + x, tl.exp(last - rounded.to(tl.float64)), mask=ends)
 
 
 @triton.jit
@@ -1109,7 +1109,7 @@ def stabilize_gradient(
     if dfinal is not None:
         after += tl.load(dfinal + of_row, mask=in_x, other=0.0)
     if drescale is not None:  # e^{m_T - final}, m_T a constant; without tokens it is the m given, and both cancel
-        change = tl.load(drescale + of_row, mask=in_x, other=0.0).to(tl.float64)
+        change = tl.load(drescale + of_row, mask=in_x, other=0.0)
         change = change * tl.load(rescale + of_row, mask=in_x, other=0.0)
         after -= tl.where(length > 0, change, 0.0)
     to_start = tl.where(length > 0, 0.0, after)

@@ -556,7 +556,7 @@ def stabilize(f: Tensor, i: Tensor, m: Tensor | None, cu: Tensor | None) -> Stab
         s = _cut(f, i, cu)
         g, j = (torch.empty_like(i, dtype=state_dtype(i.dtype)) for _ in range(2))
         before, maxima = (torch.empty_like(i, dtype=torch.float64) for _ in range(2))
-        final, rescale = (g.new_empty(s.numbers[0], X) for _ in range(2))
+        final, rescale = g.new_empty(s.numbers[0], X), before.new_empty(s.numbers[0], X)
         if s.programs:
             constants = (X, s.fixed, *s.sizes, EMPTY, STEEPEST)
             if s.parts[0] is not None:
