@@ -95,9 +95,12 @@ def test_importing_linattn_does_not_load_the_kernels() -> None:
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", code]).returncode == 0
 
 
-@pytest.mark.parametrize("scratch", [0, 64])
-def test_a_kernel_is_launched_past_what_triton_looks_for(scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the second time on, unless it needs scratch memory, which Triton's launcher finds; not where misaligned."""
+@pytest.mark.parametrize(("scratch", "version"), [(0, ""), (64, ""), (0, "another")])
+def test_a_kernel_is_launched_past_what_triton_looks_for(
+    scratch: int, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second time on, unless it needs scratch memory, which Triton's launcher finds, or the launcher is of a
+    version that is not known; not where misaligned."""
     pytest.importorskip("triton")
     from linattn.backends.triton import launch
 
@@ -123,15 +126,17 @@ def test_a_kernel_is_launched_past_what_triton_looks_for(scratch: int, monkeypat
             return first
 
     monkeypatch.setattr(launch, "_GPU", True)
+    monkeypatch.setattr(launch, "LAUNCHED", version)  # what Triton's own begins with
     monkeypatch.setattr(launch, "_compiled", {})
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
     t = torch.zeros(64)
     for tensor in (t, t, t[1:]):
         launch._launch(Kernel(), 3, (tensor, None), (0.5, 7), (16, True), 4, 1)
-    before = ("f",) if scratch else ("f", False, True, None, None)
+    python = scratch > 0 or version == "another"
+    before = ("f",) if python else ("f", False, True, None, None)
     again = (3, 1, 1, "stream", *before, "m", None, None, None, t.data_ptr(), 0, 0.5, 7, 16, True)
-    ways = ["Triton", "Python" if scratch else "C", "Triton"]
+    ways = ["Triton", "Python" if python else "C", "Triton"]
     assert [way for way, _ in calls] == ways
     assert calls[1][1] == again
 

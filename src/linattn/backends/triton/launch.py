@@ -12,6 +12,7 @@ from operator import or_
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from linattn.backends._boundary import Grads
@@ -47,6 +48,7 @@ ACROSS = 16  # channels of such a piece
 
 _HERE = contextlib.nullcontext()
 _compiled: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
+LAUNCHED = "3.6."  # versions of Triton whose launcher is called as it calls itself
 COMPILERS = 8  # kernels compiled side by side, at most
 _met: set[tuple[Any, ...]] = set()  # forms of calls whose kernels are compiled
 _compiling: ContextVar[bool] = ContextVar("_compiling", default=False)  # and launching nothing
@@ -81,7 +83,8 @@ def _ready(kept: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
     """
     run = kept.run
     rest = (kept.packed_metadata, None, None, None)  # no hooks
-    if getattr(run, "global_scratch_size", None) == getattr(run, "profile_scratch_size", None) == 0:
+    known = triton.__version__.startswith(LAUNCHED)
+    if known and getattr(run, "global_scratch_size", None) == getattr(run, "profile_scratch_size", None) == 0:
         return run.launch, (kept.function, run.launch_cooperative_grid, run.launch_pdl, None, None, *rest)
     return run, (kept.function, *rest)
 
