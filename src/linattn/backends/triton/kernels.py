@@ -1194,11 +1194,11 @@ def keys_alone(
     tl.store(total + to, GL.to(tl.float32))
 
 
-@triton.jit(do_not_specialize=["N", "T"])
+@triton.jit(do_not_specialize=["T"])
 def keys_before(
     alone, total, z, cu,
     before, last,
-    N, T,
+    T,
     H: tl.constexpr, K: tl.constexpr, KX: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """The sum of keys before every chunk of a head, from what :func:`keys_alone` wrote, and behind all of them."""

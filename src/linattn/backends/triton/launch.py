@@ -263,7 +263,7 @@ class Call:
             _launch(kernels.keys_alone, slots * self.H, tensors, numbers, (*shape, self.decay), 4, 1)
         if last.numel():
             places = (alone, total, self.by.z, rows.cu, before, last)
-            _launch(kernels.keys_before, rows.number * self.H, places, numbers, (self.H, self.K, size, CHUNK), 4, 1)
+            _launch(kernels.keys_before, rows.number * self.H, places, (T,), (self.H, self.K, size, CHUNK), 4, 1)
         if sums.numel():
             both = (self.scale, self.by.eps, *numbers)
             given = (self.q, self.k, *gates, before, self.by.m, sums, factor)
