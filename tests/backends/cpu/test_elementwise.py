@@ -99,3 +99,11 @@ def test_a_state_is_the_one_that_other_backends_return() -> None:
     assert isinstance(ours, RWKV4State)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_there_is_no_second_derivative() -> None:
+    x, g = torch.randn(1, 5, 3, requires_grad=True), -torch.rand(3)
+    h, _ = engine.scan(x, g, backend="cpu")
+    (grad,) = torch.autograd.grad(h.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative; LINATTN_BACKEND=reference has"):
+        grad.sum().backward()

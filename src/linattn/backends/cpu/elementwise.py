@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import Library
 
 from linattn import _checks
+from linattn.backends._ops import call, define, differentiable
 from linattn.backends._protocol import AverageInputs, check_values
 from linattn.backends.cpu.layout import floats, plain, threads_for, type_of
 from linattn.backends.cpu.library import BLOCK, address, elementwise_problem, loaded
@@ -111,25 +111,21 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 def _gradient(ctx: Any, dy: Tensor | None, dh: Any, dd: Any, dm: Any, _: None) -> tuple[Tensor | None, ...]:
     *tensors, kept = ctx.saved_tensors
     dy = torch.zeros_like(tensors[0]) if dy is None else dy
-    grads = torch.ops.linattn.elementwise_backward(dy, dh, dd, dm, kept, *tensors)
+    grads = call("elementwise_backward", dy, dh, dd, dm, kept, *tensors)
     wanted = zip(grads, tensors, ctx.needs_input_grad, strict=False)
     return (*(grad if need and given is not None else None for grad, given, need in wanted), None, None)
 
 
 _INPUTS = "Tensor x, Tensor? v, Tensor g, Tensor? u, Tensor? h, Tensor? d, Tensor? m, Tensor? cu_seqlens"
-_library = Library("linattn", "FRAGMENT")
-_library.define(f"elementwise_forward({_INPUTS}, bool save) -> ({', '.join(['Tensor'] * 5)})")
-_library.define(
-    f"elementwise_backward(Tensor dy, Tensor? dh, Tensor? dd, Tensor? dm, Tensor kept, {_INPUTS}) -> "
-    f"({', '.join(['Tensor'] * 7)})"
-)
-for _name, _impl, _fake in (
-    ("elementwise_forward", _forward, _forward_fake),
-    ("elementwise_backward", _backward, _backward_fake),
-):
-    _library.impl(_name, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"linattn::{_name}", _fake, lib=_library)
-torch.library.register_autograd("linattn::elementwise_forward", _gradient, setup_context=_setup, lib=_library)
+define(
+    "elementwise_forward", f"({_INPUTS}, bool save) -> ({', '.join(['Tensor'] * 5)})",
+    _forward, _forward_fake, _setup, _gradient,
+)  # fmt: skip
+define(
+    "elementwise_backward",
+    f"(Tensor dy, Tensor? dh, Tensor? dd, Tensor? dm, Tensor kept, {_INPUTS}) -> ({', '.join(['Tensor'] * 7)})",
+    _backward, _backward_fake,
+)  # fmt: skip
 
 
 def _traced_token(x: Tensor, cu_seqlens: Tensor | None) -> bool:
@@ -138,10 +134,7 @@ def _traced_token(x: Tensor, cu_seqlens: Tensor | None) -> bool:
 
 
 def _run(x: _Inputs) -> tuple[Tensor, ...]:
-    if _checks.has_values(x.x) and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        return _forward(*x, False)  # no op boundary, which costs more than a token
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)
-    out: tuple[Tensor, ...] = torch.ops.linattn.elementwise_forward(*x, save)
+    out: tuple[Tensor, ...] = call("elementwise_forward", *x, differentiable(x))
     return out
 
 

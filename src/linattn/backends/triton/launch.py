@@ -162,6 +162,11 @@ def _on(x: Tensor) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(x.device)
 
 
+def _places(B: int, T: int, size: int, cu: Tensor | None) -> int:
+    """Pieces of ``size`` tokens, of B rows of T each; of packed rows as many as there may be at most."""
+    return B * -(-T // size) if cu is None else T // size + cu.shape[0] - 1
+
+
 def _plain(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
@@ -231,7 +236,7 @@ class Call:
         rows = self.rows
         length = T if rows.cu is not None else DIVIDED_AT_ONCE
         segments = 1 if rows.cu is not None else -(-T // length)
-        slots = B * -(-T // CHUNK) if rows.cu is None else T // CHUNK + rows.number
+        slots = _places(B, T, CHUNK, rows.cu)
         dtype = self.v.dtype if self.v.dtype == torch.bfloat16 else torch.float32
         q, k = (torch.empty(B, T, self.H, self.K, dtype=dtype, device=self.v.device) for _ in range(2))
         ends = _scratch(self.v, slots, self.H, self.K)
@@ -251,7 +256,7 @@ class Call:
         """Of a sum normaliser: the sums s [B, T, H], what outputs are multiplied by, and the last sum of keys."""
         assert self.by is not None
         rows, (B, T) = self.rows, self.v.shape[:2]
-        slots = B * -(-T // CHUNK) if rows.cu is None else T // CHUNK + rows.number
+        slots = _places(B, T, CHUNK, rows.cu)
         sums, factor = (_scratch(self.v, B, T, self.H) for _ in range(2))
         alone, before = (_scratch(self.v, slots, self.H, self.K) for _ in range(2))
         total, last = _scratch(self.v, slots, self.H), _scratch(self.v, rows.number, self.H, self.K)
@@ -546,7 +551,7 @@ def _cut(f: Tensor, i: Tensor, cu: Tensor | None) -> _Scan:
     fixed = f.stride()[:2] == (0, 0)
     C = SCANNED if T > FEW_SCANNED else FEW_SCANNED
     N = i.shape[0] if cu is None else cu.shape[0] - 1
-    pieces = N * -(-max(T, 1) // C) if cu is None else T // C + N
+    pieces = _places(i.shape[0], max(T, 1), C, cu)
     parts = tuple(i.new_empty(pieces, X, dtype=torch.float64) if T > C else None for _ in range(2))
     f = f[0, 0] if fixed and f.numel() else f.contiguous()
     return _Scan(f, (N, T), pieces * -(-X // ACROSS) if N else 0, (C, ACROSS), fixed, parts)  # type: ignore[arg-type]
