@@ -50,7 +50,7 @@ def test_a_wrong_mechanism_does_not(function: object) -> None:
 @pytest.mark.parametrize("name", linattn.names())
 def test_every_mechanism_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strong gates, whose gradients are an identity's there, have laws of their own in backends/triton."""
-    monkeypatch.setattr(testing, "GATES", {"ordinary": testing.GATES["ordinary"]})
+    monkeypatch.setattr(testing, "GATES", dict.fromkeys(("ordinary", "mixed"), testing.GATES["ordinary"]))
     testing.check(name, device="cuda")
 
 

@@ -44,7 +44,10 @@ def recurrences() -> Iterator[Callable[[], object]]:
                 yield partial(recurrence, Case(subject, SMALL, dtype, gates, device="cuda"))
             yield partial(recurrence, Case(subject, Sizes(B=2, T=1, G=1, H=2, K=20, V=60), dtype, device="cuda"))
         yield partial(recurrence, Case(subject, SMALL, lengths=(3, 0, 1, 66), device="cuda"))
-        yield partial(recurrence, Case(subject, Sizes(B=1, T=300, G=1, H=1, K=16, V=8), device="cuda"), split=True)
+        yield partial(recurrence, Case(subject, Sizes(B=1, T=67, G=2, H=2, K=16, V=8), device="cuda"))
+        for H in (1, 2):
+            cut = Case(subject, Sizes(B=1, T=300, G=1, H=H, K=16, V=8), device="cuda")
+            yield partial(recurrence, cut, split=True)
 
 
 def recurrence(case: Case, split: bool = False) -> None:

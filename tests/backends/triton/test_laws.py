@@ -129,6 +129,17 @@ if INTERPRETED:
     ]
 
 
+# Heads that share queries and keys have kernels of their own for the gradients of these; CASES have such heads.
+SHARING = [
+    s
+    for s in (FEW if INTERPRETED else SUBJECTS)
+    if s.recurrence.read is Read.AFTER
+    and s.recurrence.normalizer is Normalizer.NONE
+    and s.recurrence.decay in (Decay.NONE, Decay.HEAD, Decay.TOKEN_HEAD)
+]
+OWN = [dataclasses.replace(c, sizes=dataclasses.replace(c.sizes, G=2)) for c in CASES if c.subject in SHARING]
+
+
 def _gate_gradient_plainly(case: Case) -> torch.Tensor:
     """The gate's gradient by the identity that the kernels use, plainly in torch, from gradients in the case's dtype.
 
@@ -243,6 +254,39 @@ def test_accuracy(case: Case) -> None:
     law_accuracy(case, FORM)
 
 
+@pytest.mark.parametrize("case", OWN, ids=repr)
+def test_heads_with_keys_of_their_own(case: Case) -> None:
+    law_accuracy(case, FORM)
+
+
+@pytest.mark.parametrize("subject", SHARING, ids=str)
+def test_keys_shared_by_large_heads(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "SHARED", {})
+    law_accuracy(Case(subject, SMALL, device=DEVICE), FORM)
+    law_accuracy(Case(subject, SMALL, lengths=(3, 0, 1, 66), device=DEVICE), FORM)
+
+
+@pytest.mark.parametrize("subject", SHARING, ids=str)
+def test_the_past_gets_no_gradient_from_the_future(subject: Subject) -> None:
+    law_causality(Case(subject, dataclasses.replace(SMALL, T=70), device=DEVICE), FORM, 40)
+
+
+def test_no_error_adds_up_in_gradients_of_gates_of_heads_that_share_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks are summed alone, which leaves a fraction of the error of sums over whole rows."""
+    torch.manual_seed(0)
+    x, do, _ = draw(
+        Decay.TOKEN_HEAD, torch.bfloat16, {"B": 1, "T": 640, "H": 2, "K": 16, "V": 16}, device=DEVICE, strength=1.0
+    )
+    x = x._replace(q=x.q[:, :, :1], k=x.k[:, :, :1], state=None)
+    exactly = x._replace(q=x.q.float(), k=x.k.float(), v=x.v.float())
+    right = launch.backward(exactly, do.float(), None, True).g
+    off = []
+    for size in (128 * 64, 0):
+        monkeypatch.setitem(launch.SHARED, torch.bfloat16, size)
+        off.append(float((launch.backward(x, do, None, True).g - right).norm() / right.norm()))
+    assert off[0] < min(5e-3, off[1] / 2), off
+
+
 @pytest.mark.parametrize("dtype", DTYPES[1:2] if INTERPRETED else DTYPES, ids=str)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("subject", FEW[-2:] if INTERPRETED else FEW, ids=str)
@@ -320,9 +364,9 @@ def split(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("split")
-@pytest.mark.parametrize("subject", FEW, ids=str)
-def test_split_rows(subject: Subject) -> None:
-    law_accuracy(Case(subject, Sizes(B=1, T=300, G=1, H=1, K=16, V=8), device=DEVICE), FORM)
+@pytest.mark.parametrize(("subject", "H"), [*((s, 1) for s in FEW), *((s, 2) for s in SHARING)], ids=str)
+def test_split_rows(subject: Subject, H: int) -> None:
+    law_accuracy(Case(subject, Sizes(B=1, T=300, G=1, H=H, K=16, V=8), device=DEVICE), FORM)
 
 
 @pytest.mark.usefixtures("split")
@@ -381,6 +425,12 @@ def test_weights_and_denominators(subject: Subject, dtype: torch.dtype, monkeypa
 @pytest.mark.parametrize("subject", SUMS, ids=str)
 def test_few_tokens_and_their_sum(subject: Subject) -> None:
     law_accuracy(Case(subject, Sizes(B=2, T=5, G=1, H=2, K=20, V=60), device=DEVICE), FORM)
+
+
+@pytest.fixture(autouse=True)
+def _shared_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In all dtypes, as float32 tells more."""
+    monkeypatch.setattr(launch, "SHARED", dict.fromkeys(DTYPES, 128 * 64))
 
 
 @pytest.fixture(autouse=INTERPRETED)
@@ -517,7 +567,8 @@ def test_compiled_as_one_graph(subject: Subject) -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="a GPU's")
-def test_many_heads() -> None:
+def test_many_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "SHARED", {})  # a sum of so many, one by one, has the error of so many
     law_rows(Case(ENGINE["token_head+additive+after"], Sizes(B=2, T=3, G=1, H=40000, K=16, V=16), device=DEVICE), FORM)
 
 

@@ -129,7 +129,7 @@ def _ahead(
 @triton.jit
 def _chunk(
     t0, S, Z, ahead, gates, fixed, bonus,
-    x, y, z, g, u, skip, mate, weight, ds, factor, out, total, moved, own,
+    x, y, z, g, u, skip, mate, weight, ds, factor, out, total, moved, skipped, own,
     scale, start, length, lead, row, h, r, cx, cz, cg,
     H: tl.constexpr, HX: tl.constexpr, HZ: tl.constexpr, DX: tl.constexpr, DZ: tl.constexpr,
     KX: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr,
@@ -180,7 +180,7 @@ def _chunk(
         bz = tl.load(z + fz + rz, mask=here, other=0.0)
     if out is not None:
         bx = tl.load(x + fx + rx, mask=in_x, other=0.0)
-    if moved is not None:  # early, as it is no factor of a product: the compiler leaves it where it is
+    if moved is not None or skipped is not None:  # early, as it is no factor of a product, so stays where it is put
         bm = tl.load(mate + fz + rz, mask=here, other=0.0)
     of_token = (first * H + h) + (step * H) * r
     bg, bw, bd, bf = ahead
@@ -268,8 +268,9 @@ def _chunk(
         if factor is not None:
             acc = acc * bf[:, None]
         if moved is not None:
-            along = tl.sum(acc * bm, 1) * scale if OUTER else tl.sum(bz.to(tl.float32) * bm, 1)
-            tl.store(moved + row * H + of_token, along, mask=live)
+            tl.store(moved + row * H + of_token, tl.sum(acc * bm, 1) * scale, mask=live)
+        if skipped is not None:
+            tl.store(skipped + row * H + of_token, tl.sum(bz.to(tl.float32) * bm, 1), mask=live)
 
         if u is not None:
             # the row's own write
@@ -593,10 +594,42 @@ def head_gate_gradient(
         tl.store(dg + at_row, tl.where(gate < least, 0.0, summed), mask=h < H)
 
 
+@triton.jit(do_not_specialize=["N", "T", "least"])
+def chunk_gate_gradient(
+    read, written, weight, g, across, cu,
+    dg,
+    N, T, least,
+    H: tl.constexpr, BH: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """:func:`head_gate_gradient` of a chunk, from what is known ``across`` its end [chunks, H, PARTS]: no error adds up
+    over a longer row. dg: [chunks, H] where gates are fixed."""
+    _, start, length, slot, chunk, h = _piece(cu, N, T, H, C, BH)
+    m = length - chunk * C
+    r = C - 1 - tl.arange(0, C)  # from the end, so that tokens without a gradient get none
+    live = (r < m)[:, None] & (h < H)[None, :]
+    at = (start + chunk * C) * H + (h[None, :] + H * r[:, None])
+    of_chunk = (slot + chunk) * H + h
+    a, b = tl.load(read + at, mask=live, other=0.0), tl.load(written + at, mask=live, other=0.0)
+    after = tl.zeros([BH], tl.float32)
+    for part in range(PARTS):
+        after += tl.load(across + of_chunk * PARTS + part, mask=(h < H) & (m > 0), other=0.0)
+    if weight is not None:
+        b = b * tl.load(weight + at, mask=live, other=0.0)
+    change = a - b
+    back = after[None, :] + tl.cumsum(change, 0)
+    if DECAY == HEAD:
+        gate = tl.load(g + h, mask=h < H, other=0.0)
+        summed = tl.sum(tl.where(live, back, 0.0), 0)
+        tl.store(dg + of_chunk, tl.where((gate < least) | (m <= 0), 0.0, summed), mask=h < H)
+    else:
+        gate = tl.load(g + at, mask=live, other=0.0)
+        tl.store(dg + at, tl.where(gate < least, 0.0, back).to(dg.dtype.element_ty), mask=live)
+
+
 @triton.jit(do_not_specialize=["T", "L", "segments", "scale"])
 def sweep(
-    x, y, z, g, u, skip, mate, cu, init, dS, ends, steep, qk, weight, ds, factor, zinit, dZ,
-    out, final, total, moved, rest, own, zfinal,
+    x, y, z, g, u, skip, mate, cu, init, dS, ends, steep, qk, weight, ds, factor, zinit, dZ, behind,
+    out, final, total, moved, skipped, rest, own, zfinal, kept, across,
     scale, T, L, segments,
     H: tl.constexpr, HX: tl.constexpr, HZ: tl.constexpr, DX: tl.constexpr, DZ: tl.constexpr,
     KX: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr,
@@ -609,7 +642,11 @@ def sweep(
     gates, what each segment adds, to be joined: the last of a row, which nothing comes after, is left out. For
     :func:`gate_gradient` the sweep of dq writes S_T dS_T to ``rest``, and do . v to ``own`` where there is a bonus;
     with gates of a head the outer ones write out . mate, of the block's channels, to ``moved`` [blocks, B, T, H].
-    skip [H]: of z, added to out; then the inner sweep that has ``moved`` writes z . mate there.
+    skip [H]: of z, added to out; z . mate is written to ``skipped``, as ``moved``.
+
+    For :func:`shared`, in inner sweeps without gates of channels, kept [chunks, H, DX, DZ] is the state before each
+    chunk. With ``behind``, what the reverse sweep kept, the other one writes to ``across`` [chunks, H, blocks] what the
+    pairs with a token on either side of the chunk's end bring to the gradient of a gate between them.
 
     weight [B, T, H]: of k v^T. factor [B, T, H]: of o, from :func:`divisors`. With a sum normaliser, the sweeps of dq
     and dk read the gradient ds of the sums, for which the sum of keys Z is one more column of S: zinit, zfinal and dZ
@@ -699,19 +736,35 @@ def sweep(
         while t0 < length + lead:
             m, S, Z, ahead, gates = _chunk(
                 t0, S, Z, ahead, gates, fixed, bonus,
-                x, y, z, g, u, skip, mate, weight, ds, factor, out, total, moved, own,
+                x, y, z, g, u, skip, mate, weight, ds, factor, out, total, moved, skipped, own,
                 scale, start, length, lead, row, h, r, cx, cz, cg,
                 H, HX, HZ, DX, DZ, KX, BZ, C, DECAY, LATE, OUTER, REVERSE, LIMIT, PRECISION,
             )  # fmt: skip
             t0 += m
     else:  # a loop that the compiler can pipeline
         for t0 in range(0, length + lead, C):
+            chunk = (length + lead - t0) // C - 1 if REVERSE else t0 // C
+            if kept is not None or behind is not None:
+                of_chunk = (_slot(cu, n, start, T, L, segments, C) + chunk) * H + h
+            if kept is not None:
+                to_chunk = kept + of_chunk * (DX * DZ) + in_state
+                tl.store(to_chunk, S.to(kept.dtype.element_ty), mask=has_state)
+            if behind is not None:
+                D = tl.load(behind + of_chunk * (DX * DZ) + in_state, mask=has_state, other=0.0)
             _, S, Z, ahead, gates = _chunk(
                 t0, S, Z, ahead, gates, fixed, bonus,
-                x, y, z, g, u, skip, mate, weight, ds, factor, out, total, moved, own,
+                x, y, z, g, u, skip, mate, weight, ds, factor, out, total, moved, skipped, own,
                 scale, start, length, lead, row, h, r, cx, cz, cg,
                 H, HX, HZ, DX, DZ, KX, BZ, C, DECAY, LATE, OUTER, REVERSE, LIMIT, PRECISION,
             )  # fmt: skip
+            if behind is not None:
+                over = tl.sum(tl.sum(S * D, 1), 0) * scale
+                if DECAY == TOKEN_HEAD:
+                    following = tl.load(g + (start + t0 + C) * H + h, mask=t0 + C < length, other=0.0).to(tl.float32)
+                    over = over * tl.exp2(tl.maximum(following, ZERO) * LOG2E)
+                elif DECAY == HEAD:
+                    over = over * tl.where(t0 + C < length, tl.exp2(fixed.to(tl.float32)), 1.0)
+                tl.store(across + of_chunk * NZ + block, over)
 
     if SHIFT and length > 0:  # what the last row leaves to one after it
         last = start + (0 if REVERSE else length - 1)
@@ -1259,3 +1312,99 @@ def divisors(
     divisor, _ = _divisor(s, top, eps, maxima is not None, SUM)
     tl.store(sums + at, s, mask=live)
     tl.store(factor + at, 1.0 / divisor, mask=live)
+
+
+@triton.jit
+def _of_head(
+    g, weight, none, first, h, m, follows, r,
+    H: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr,
+):  # fmt: skip
+    """A head's gates in a chunk of ``m`` tokens and of the token that ``follows``, and its weights."""
+    at = (first * H + h) + H * r
+    bg, next_g, bw = none, none, none
+    if DECAY == TOKEN_HEAD:
+        bg = tl.load(g + at, mask=r < m, other=0.0)
+        next_g = tl.load(g + (first + C) * H + h, mask=follows, other=0.0)
+    elif DECAY == HEAD:
+        next_g = tl.load(g + h)
+    if weight is not None:
+        bw = tl.load(weight + at, mask=r < m, other=0.0).to(tl.float32)
+    return bg, next_g, bw
+
+
+@triton.jit(do_not_specialize=["scale", "N", "T", "L"])
+def shared(
+    x, y, z, mate, g, weight, states, cu,
+    out, moved,
+    scale, N, T, L,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KX: tl.constexpr, VX: tl.constexpr,
+    C: tl.constexpr, DECAY: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the queries (keys: REVERSE) that H / G heads share, summed over them, in one chunk of C tokens.
+
+    states [chunks, H, K, V]: S before each chunk, or their gradients behind it, without the gate between, by segments
+    of L tokens. With E the gates from or to the chunk's end, and x, y, z as in the sweep of the same gradient::
+
+        out_i = sum_j (sum_h x_i . y_j W_ij) z_j + sum_h E S x_i
+
+    moved [B, T, H]: what a head adds to out . mate, without the weight of a key.
+    """
+    HALF: tl.constexpr = z.dtype.element_ty == tl.bfloat16
+    DOT: tl.constexpr = tl.bfloat16 if HALF else tl.float32
+    SUM: tl.constexpr = tl.float64 if z.dtype.element_ty == tl.float32 else tl.float32
+    R: tl.constexpr = H // G
+    _, start, length, slot, chunk, _ = _piece(cu, N, T, G, C, 1)
+    group = tl.program_id(0) % G
+    r, ck, cv = tl.arange(0, C), tl.arange(0, KX), tl.arange(0, VX)
+    first, place, m = start + chunk * C, slot + chunk, tl.minimum(length - chunk * C, C)
+    live = r < m
+    follows = (chunk * C + C < length) & ((chunk * C + C) % L != 0)  # a token of the same segment
+    # 64-bit offsets for the chunk, 32-bit ones within it
+    in_v, in_state = (H * V) * r[:, None] + cv[None, :], ck[:, None] * V + cv[None, :]
+    here, there = live[:, None] & (cv < V)[None, :], (ck < K)[:, None] & (cv < V)[None, :] & (m > 0)
+
+    at_k = (first * G + group) * K + ((G * K) * r[:, None] + ck[None, :])
+    in_k = live[:, None] & (ck < K)[None, :]
+    low = r[:, None] <= r[None, :] if REVERSE else r[:, None] >= r[None, :]
+    if moved is not None:
+        bm = tl.load(mate + at_k, mask=in_k, other=0.0).to(DOT)
+        bz = tl.load(z + at_k, mask=in_k, other=0.0).to(DOT)
+        pairs = tl.dot(bm, tl.trans(bz), input_precision=PRECISION)
+
+    P, acc = tl.zeros([C, C], tl.float32), tl.zeros([C, KX], tl.float32)
+    ahead = _of_head(g, weight, scale, first, group * R, m, follows, r, H, C, DECAY)  # so that no head waits for them
+    for i in range(0, R):
+        h = group * R + i
+        of_v = (first * H + h) * V
+        bx = tl.load(x + of_v + in_v, mask=here, other=0.0).to(DOT)
+        by = tl.load(y + of_v + in_v, mask=here, other=0.0).to(DOT)
+        S = tl.load(states + (place * H + h) * (K * V) + in_state, mask=there, other=0.0).to(DOT)
+        bg, next_g, w = ahead
+        ahead = _of_head(g, weight, scale, first, tl.minimum(h + 1, H - 1), m, follows, r, H, C, DECAY)
+        if DECAY == TOKEN_HEAD:
+            bg = tl.maximum(bg.to(SUM), ZERO) * LOG2E
+        elif DECAY == HEAD:
+            bg = tl.where(live, tl.maximum(next_g.to(SUM), ZERO) * LOG2E, 0.0)
+        else:
+            bg = tl.zeros([C], SUM)
+        gates, GL = tl.cumsum(bg, 0), tl.sum(bg, 0)
+        if DECAY != NONE:
+            GL += tl.where(follows, tl.maximum(next_g.to(SUM), ZERO) * LOG2E, 0.0)
+        E = tl.exp2((GL - gates if REVERSE else gates).to(tl.float32))
+        if moved is not None:
+            along = tl.sum(tl.dot(bm, S, input_precision=PRECISION) * bx, 1) * E
+        if weight is not None and REVERSE:
+            E = E * w
+        acc = tl.dot((bx * E[:, None]).to(DOT), tl.trans(S), acc, input_precision=PRECISION)
+        M = tl.dot(bx, tl.trans(by), input_precision=PRECISION)
+        over = gates[None, :] - gates[:, None] if REVERSE else gates[:, None] - gates[None, :]
+        M = tl.where(low, M * tl.exp2(tl.minimum(over, 0.0).to(tl.float32)), 0.0)
+        if weight is not None and not REVERSE:
+            M = M * w[None, :]
+        if moved is not None:
+            tl.store(moved + (first * H + h) + H * r, (along + tl.sum(M * pairs, 1)) * scale, mask=live)
+        if weight is not None and REVERSE:
+            M = M * w[:, None]
+        P += M
+    acc = tl.dot(P.to(DOT), tl.load(z + at_k, mask=in_k, other=0.0).to(DOT), acc, input_precision=PRECISION)
+    tl.store(out + at_k, (acc * scale).to(out.dtype.element_ty), mask=in_k)

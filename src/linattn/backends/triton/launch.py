@@ -44,7 +44,8 @@ WALKED_BY_FEW = 32  # as WALKED, where programs are at most two a processor
 BLOCK, WARPS = 32, 4  # channels of v that a program walks, and its warps
 SCANNED, FEW_SCANNED = 128, 16  # tokens of a piece of a row that the running maximum is scanned over; of a short row's
 ACROSS = 16  # channels of such a piece
-
+# Elements of states, at most, with which gradients of shared queries and keys are summed as they are made
+SHARED = {torch.bfloat16: 128 * 64}
 
 _HERE = contextlib.nullcontext()
 _compiled: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
@@ -279,20 +280,23 @@ class Call:
     def sweep(
         self, part: str, init: Tensor | None, *, dS: Tensor | None = None, out: Tensor | None = None,
         final: Tensor | None = None, total: Tensor | None = None, moved: Tensor | None = None,
-        rest: Tensor | None = None, own: Tensor | None = None, z: Tensor | None = None, factor: Tensor | None = None,
+        skipped: Tensor | None = None, rest: Tensor | None = None, own: Tensor | None = None, z: Tensor | None = None,
+        factor: Tensor | None = None, kept: Tensor | None = None, behind: Tensor | None = None,
+        across: Tensor | None = None,
     ) -> None:  # fmt: skip
         """``part``: o, dv, dq or dk; ``factor``: of each token's output."""
         given = {"q": self.q, "k": self.k, "v": self.v, "do": self.do}
-        results = (out, final, total, moved, rest, own, z)
+        results = (out, final, total, moved, skipped, rest, own, z, kept, across)
         divided = self.divided if self.vector else None
-        self._sweep(part, given, self.G, self.decay, divided, init, dS, factor, results)
+        self._sweep(part, given, self.G, self.decay, divided, init, dS, factor, behind, results)
         if divided is not None:
             given |= {"q": divided.q, "k": divided.k}
-            self._sweep(part, given, self.H, self.decay + DIVIDED, divided, init, dS, None, results)
+            self._sweep(part, given, self.H, self.decay + DIVIDED, divided, init, dS, None, None, results)
 
     def _sweep(
         self, part: str, given: dict[str, Tensor | None], groups: int, decay: int, by: Divided | None,
-        init: Tensor | None, dS: Tensor | None, factor: Tensor | None, results: tuple[Tensor | None, ...],
+        init: Tensor | None, dS: Tensor | None, factor: Tensor | None, behind: Tensor | None,
+        results: tuple[Tensor | None, ...],
     ) -> None:  # fmt: skip
         names, outer, reverse = PARTS[part]
         x, y, z, mate = (given[name] for name in names)
@@ -302,14 +306,14 @@ class Call:
         if programs:
             stages = s.deep if programs <= _processors(self.v.device) else s.stages
             divided = (None, None, None) if by is None else (by.ends, by.steep, by.qk)
-            mate = None if results[3] is None else mate
+            mate = None if results[3] is results[4] is None else mate
             ds = zinit = dz = None
             if self.by is not None and self.sums is not None and outer:
                 zinit = self.sums.dz if reverse else self.by.z
-                ds, dz = self.sums.ds, None if results[4] is None else self.sums.dz
+                ds, dz = self.sums.ds, None if results[5] is None else self.sums.dz
             tensors = (
                 x, y, z, self.g, self.u, None if outer else self.skip, mate, rows.cu, init, dS, *divided,
-                self.weight, ds, factor, zinit, dz, *results,
+                self.weight, ds, factor, zinit, dz, behind, *results,
             )  # fmt: skip
             numbers = (self.scale, rows.T, rows.length, rows.segments)
             _launch(kernels.sweep, programs, tensors, numbers, constants, s.warps, stages)
@@ -355,6 +359,48 @@ class Call:
         if dg is not None and g is not None and fixed:
             dg = dg.sum(0).to(g.dtype)
         return dg, None if du is None or self.u is None else du.sum(0).to(self.u.dtype)
+
+    @property
+    def shares(self) -> bool:
+        """Whether heads share queries and keys, so that their gradients are summed where they are made."""
+        plain = not self.vector and not self.late and self.by is None
+        return plain and self.H > self.G and SHARED.get(self.v.dtype, 0) >= self.K * self.V
+
+    def states_of_chunks(self) -> Tensor:
+        """Room for the states between chunks, as products take them."""
+        (B, T), cu = self.v.shape[:2], self.rows.cu
+        dtype = torch.bfloat16 if self.v.dtype == torch.bfloat16 else torch.float32
+        return torch.empty(_places(B, T, CHUNK, cu), self.H, self.K, self.V, dtype=dtype, device=self.v.device)
+
+    def shared(
+        self, before: Tensor, after: Tensor, read: Tensor | None, written: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of q and k, from the states before chunks and their gradients behind them."""
+        rows, slots, dtype = self.rows, before.shape[0], self.v.dtype
+        dq, dk = torch.empty_like(self.q), torch.empty_like(self.k)
+        if dq.numel():
+            K, V = (max(16, 1 << (size - 1).bit_length()) for size in (self.K, self.V))
+            sizes, numbers = (self.H, self.G, self.K, self.V, K, V, CHUNK), (rows.number, rows.T, rows.length)
+            stages = 3 if V <= 64 else 2  # as shared memory has room for two programs
+            for part, states, out, moved in (("dq", before, dq, read), ("dk", after, dk, written)):
+                names, _, reverse = PARTS[part]
+                given = {"q": self.q, "k": self.k, "v": self.v, "do": self.do}
+                tensors = (*(given[name] for name in names), self.g, self.weight, states, rows.cu, out, moved)
+                constants = (*sizes, self.decay, reverse, PRECISION[dtype])
+                _launch(kernels.shared, slots * self.G, tensors, (self.scale, *numbers), constants, 4, stages)
+        return dq, dk
+
+    def chunk_gate_gradient(self, read: Tensor, written: Tensor, across: Tensor) -> Tensor | None:
+        """Gradient of the gate, from q . dq, k . dk and what lies ``across`` the ends of chunks."""
+        g, rows, slots, fixed = self.g, self.rows, across.shape[0], self.decay == 1
+        assert g is not None
+        dg = _scratch(g, slots, self.H) if fixed else torch.empty_like(g)
+        if slots:
+            tensors = (read, written, self.weight, g, across, rows.cu, dg)
+            constants = (self.H, SUMMED_HEADS, CHUNK, self.decay, across.shape[2])
+            numbers = (rows.number, rows.T, LEAST[self.v.dtype])
+            _launch(kernels.chunk_gate_gradient, slots * -(-self.H // SUMMED_HEADS), tensors, numbers, constants, 4, 1)
+        return dg.sum(0).to(g.dtype) if fixed else dg
 
     def starts(self, part: str, init: Tensor | None) -> Tensor | None:
         """State that each row or segment of a sweep (o, dv) starts from, given the one of each row."""
@@ -450,28 +496,38 @@ def _gradients(
     rows, tokens = c.rows, c.v.shape[:2]
     dS_ends = c.starts("dv", dS)
     dv = torch.empty_like(c.v)
-    skipped = None
+    skipped = du = dw = written = read = dg = None
     if c.skip is not None:
         skipped = _scratch(c.v, c.blocks(False), *tokens, c.H)
-    c.sweep("dv", dS_ends, out=dv, final=first, moved=skipped)
-
-    dq = torch.empty_like(c.q) if c.G == c.H else c.q.new_empty(*tokens, c.H, c.K)
-    dk = torch.empty_like(dq)
-    own = None if c.u is None else _scratch(c.v, *tokens, c.H)
-    rest = read = written = None
-    if need_g and dS_ends is not None:
-        rest = _scratch(c.v, rows.number * rows.segments, c.H, c.K if c.vector else c.blocks())
-    if (need_g or c.weight is not None) and not c.vector and c.u is None:
-        written = _scratch(c.v, c.blocks(), *tokens, c.H)
-    if need_g and written is not None:
-        read = torch.empty_like(written)
-    c.sweep("dq", S, dS=None if rest is None else dS_ends, out=dq, moved=read, rest=rest, own=own)
-    c.sweep("dk", dS_ends, out=dk, moved=written, z=first_z)
-    dg, du = c.gate_gradient(dq, dk, read, written, rest, own, need_g)
-    dq, dk = (_grouped(t, c.G) for t in (dq, dk))
+    gated = need_g and c.g is not None
+    if c.shares:
+        before, after = c.states_of_chunks(), c.states_of_chunks()
+        across = _scratch(c.v, before.shape[0], c.H, c.blocks(False)) if gated else None
+        written = _scratch(c.v, 1, *tokens, c.H) if gated or c.weight is not None else None
+        read = torch.empty_like(written) if gated and written is not None else None
+        c.sweep("dv", dS_ends, out=dv, final=first, skipped=skipped, kept=after)
+        c.sweep("o", S, kept=before, behind=after if gated else None, across=across)
+        dq, dk = c.shared(before, after, read, written)
+        if read is not None and written is not None and across is not None:
+            dg = c.chunk_gate_gradient(read, written, across)
+    else:
+        c.sweep("dv", dS_ends, out=dv, final=first, skipped=skipped)
+        dq = torch.empty_like(c.q) if c.G == c.H else c.q.new_empty(*tokens, c.H, c.K)
+        dk = torch.empty_like(dq)
+        own = None if c.u is None else _scratch(c.v, *tokens, c.H)
+        rest = None
+        if need_g and dS_ends is not None:
+            rest = _scratch(c.v, rows.number * rows.segments, c.H, c.K if c.vector else c.blocks())
+        if (need_g or c.weight is not None) and not c.vector and c.u is None:
+            written = _scratch(c.v, c.blocks(), *tokens, c.H)
+        if need_g and written is not None:
+            read = torch.empty_like(written)
+        c.sweep("dq", S, dS=None if rest is None else dS_ends, out=dq, moved=read, rest=rest, own=own)
+        c.sweep("dk", dS_ends, out=dk, moved=written, z=first_z)
+        dg, du = c.gate_gradient(dq, dk, read, written, rest, own, need_g)
+        dq, dk = (_grouped(t, c.G) for t in (dq, dk))
     if c.skip is not None and skipped is not None:
         du = skipped.sum((0, 1, 2)).to(c.skip.dtype)
-    dw = None
     if c.weight is not None and written is not None:
         dw = (written[0] if len(written) == 1 else written.sum(0)).to(c.weight.dtype)
     return dq, dk, dv, dg, du, dw
