@@ -130,14 +130,17 @@ def test_rows_are_independent_and_repeatable() -> None:
         assert torch.allclose(alone, torch.stack([step[row] for step in both[0]]), rtol=1e-5, atol=1e-5)
 
 
-def test_threads_change_nothing() -> None:
-    model = make("gated_delta_rule", d_model=160, num_layers=1)
-    ids, (_, before) = tokens(4), model(tokens(3))
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("batch", [1, BATCH])
+def test_threads_change_nothing(batch: int, weights: str) -> None:
+    """Whichever rows of weights a thread has, and reads together, or has left over."""
+    model = make("gated_delta_rule", d_model=160, num_layers=1, vocab_size=43)
+    ids, (_, before) = tokens(4, batch), model(tokens(3, batch))
     before_threads, results = torch.get_num_threads(), []
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            run = compile_decode(model, batch=BATCH).start(before)
+            run = compile_decode(model, batch=batch, weights=weights).start(before)
             results.append([run.step(token) for token in ids.unbind(1)])
     finally:
         torch.set_num_threads(before_threads)

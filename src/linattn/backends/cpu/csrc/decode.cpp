@@ -368,7 +368,17 @@ constexpr int TALL = 4, WIDE = 2, HIGH[] = {12, 6};
 constexpr int64_t DEEP = 512;    // inputs that such a tile sums before they are added up
 constexpr int64_t APART = DEEP + LINE;  // of its rows of weights, so that they fall into different sets
 constexpr int64_t AHEAD = 4096;  // bytes that weights are fetched ahead, further than the hardware does
+constexpr int STREAMS = 4;       // rows of weights that one row of x meets at once
 constexpr int64_t STEP = 64;     // numbers that rows of int8 weights are a multiple of
+
+// A share's rows of weights, STREAMS at once that lie far apart: memory is read faster so than from one place, as the
+// hardware fetches ahead of each. Then those that are left, one by one.
+template <class Several, class Single>
+void streams(const Share& mine, Several several, Single single) {
+  const int64_t apart = (mine.to - mine.from) / STREAMS;
+  for (int64_t o = mine.from; o < mine.from + apart; o++) several(o, apart);
+  for (int64_t o = mine.from + apart * STREAMS; o < mine.to; o++) single(o);
+}
 
 // Rows of x without gaps, padded with zeros, bfloat16's partners dealt out.
 void spread(float* to, int64_t width, const Instruction& s, int64_t type) {
@@ -409,9 +419,6 @@ inline void tile(const char* w, int64_t row, const float* x, int64_t width, char
   Vec sums[R][C][Unroll] = {};
   int64_t k = 0;
   for (; k + Unroll * W::UNIT <= width; k += Unroll * W::UNIT) {
-    if (R == 1)
-#pragma GCC unroll 4
-      for (int i = 0; i < Unroll * W::UNIT * W::BYTES; i += 64) __builtin_prefetch(w + k * W::BYTES + i + AHEAD);
 #pragma GCC unroll 4
     for (int u = 0; u < Unroll; u++)
 #pragma GCC unroll 4
@@ -437,7 +444,7 @@ template <class W, int R>
 void rows_of(const char* w, int64_t row, const float* x, int64_t width, char* y, int64_t batch, int64_t M) {
   int64_t m = 0;
   for (; m + WIDE <= M; m += WIDE) tile<W, R, WIDE, 1>(w, row, x + m * width, width, y + m * batch, batch);
-  for (; m < M; m++) tile<W, R, 1, R == 1 ? 4 : 1>(w, row, x + m * width, width, y + m * batch, batch);
+  for (; m < M; m++) tile<W, R, 1, 1>(w, row, x + m * width, width, y + m * batch, batch);
 }
 
 template <class W>
@@ -447,17 +454,24 @@ void few(const Instruction& s, const Crew& me) {
   if (mine.from == mine.to) return;
   float* x = reinterpret_cast<float*>(me.scratch);
   spread(x, width, s, W::BYTES == 2 ? BFLOAT16 : FLOAT32);
-  int64_t o = mine.from;
-  for (; o + TALL <= mine.to; o += TALL) {
-    char* y = s.x[0].at + o * sizeof(float);
-    if (M == 1)
-      for (int r = 0; r < TALL; r++)
-        tile<W, 1, 1, 4>(s.x[2].at + (o + r) * row, row, x, width, y + r * sizeof(float), 0);
-    else
-      rows_of<W, TALL>(s.x[2].at + o * row, row, x, width, y, s.x[0].strides[0], M);
+  const char* w = s.x[2].at;
+  if (M == 1) {
+    float* y = reinterpret_cast<float*>(s.x[0].at);
+    streams(
+        mine,
+        [&](int64_t o, int64_t apart) {
+          float totals[STREAMS];
+          tile<W, STREAMS, 1, 2>(w + o * row, apart * row, x, width, reinterpret_cast<char*>(totals), 0);
+          for (int r = 0; r < STREAMS; r++) y[o + r * apart] = totals[r];
+        },
+        [&](int64_t o) { tile<W, 1, 1, 2>(w + o * row, row, x, width, reinterpret_cast<char*>(y + o), 0); });
+    return;
   }
+  int64_t o = mine.from;
+  for (; o + TALL <= mine.to; o += TALL)
+    rows_of<W, TALL>(w + o * row, row, x, width, s.x[0].at + o * sizeof(float), s.x[0].strides[0], M);
   for (; o < mine.to; o++)
-    rows_of<W, 1>(s.x[2].at + o * row, row, x, width, s.x[0].at + o * sizeof(float), s.x[0].strides[0], M);
+    rows_of<W, 1>(w + o * row, row, x, width, s.x[0].at + o * sizeof(float), s.x[0].strides[0], M);
 }
 
 // Plain loops: the compiler makes of them sums of products of int16 pairs.
@@ -472,6 +486,17 @@ inline void dots(const int8_t* w, const int16_t* x, int64_t width, int32_t* to) 
   for (int64_t k = 0; k < width / STEP * STEP; k++) {
     const int32_t v = static_cast<int16_t>(w[k]);
     a += v * x[k], b += v * x1[k], c += v * x2[k], d += v * x3[k];
+  }
+  to[0] = a, to[1] = b, to[2] = c, to[3] = d;
+}
+// Rows of weights `apart`.
+inline void rows(const int8_t* w, int64_t apart, const int16_t* x, int64_t width, int32_t* to) {
+  const int8_t *w1 = w + apart, *w2 = w1 + apart, *w3 = w2 + apart;
+  int32_t a = 0, b = 0, c = 0, d = 0;
+  for (int64_t k = 0; k < width / STEP * STEP; k++) {
+    const int32_t v = x[k];
+    a += static_cast<int16_t>(w[k]) * v, b += static_cast<int16_t>(w1[k]) * v;
+    c += static_cast<int16_t>(w2[k]) * v, d += static_cast<int16_t>(w3[k]) * v;
   }
   to[0] = a, to[1] = b, to[2] = c, to[3] = d;
 }
@@ -494,19 +519,30 @@ void rounded(const Instruction& s, const Crew& me) {
     __builtin_memset(x + m * width + K, 0, (width - K) * sizeof(int16_t));
   }
   const float* by = reinterpret_cast<const float*>(s.x[3].at);
+  const int8_t* w = reinterpret_cast<const int8_t*>(s.x[2].at);
+  auto put = [&](int64_t m, int64_t o, int32_t total) {
+    reinterpret_cast<float*>(s.x[0].at + m * s.x[0].strides[0])[o] = static_cast<float>(total) * (by[o] * scales[m]);
+  };
+  if (M == 1) {
+    streams(
+        mine,
+        [&](int64_t o, int64_t apart) {
+          int32_t totals[STREAMS];
+          rows(w + o * row, apart * row, x, width, totals);
+          for (int r = 0; r < STREAMS; r++) put(0, o + r * apart, totals[r]);
+        },
+        [&](int64_t o) { put(0, o, dot(w + o * row, x, width)); });
+    return;
+  }
   for (int64_t o = mine.from; o < mine.to; o++) {
-    const int8_t* w = reinterpret_cast<const int8_t*>(s.x[2].at + o * row);
-    for (int64_t k = 0; k < width; k += 64) __builtin_prefetch(w + AHEAD + k);
-    auto put = [&](int64_t m, int32_t total) {
-      reinterpret_cast<float*>(s.x[0].at + m * s.x[0].strides[0])[o] = static_cast<float>(total) * (by[o] * scales[m]);
-    };
+    for (int64_t k = 0; k < width; k += 64) __builtin_prefetch(w + o * row + AHEAD + k);
     int64_t m = 0;
     for (; m + 4 <= M; m += 4) {
       int32_t totals[4];
-      dots(w, x + m * width, width, totals);
-      for (int i = 0; i < 4; i++) put(m + i, totals[i]);
+      dots(w + o * row, x + m * width, width, totals);
+      for (int i = 0; i < 4; i++) put(m + i, o, totals[i]);
     }
-    for (; m < M; m++) put(m, dot(w, x + m * width, width));
+    for (; m < M; m++) put(m, o, dot(w + o * row, x + m * width, width));
   }
 }
 
