@@ -61,6 +61,7 @@ READS = {
     "shared": (Read.AFTER, False),  # weights, and one key for all heads
     "wide shared": (Read.AFTER, False),
 }
+WEIGHTED = ("wide", "shared", "wide shared")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -75,7 +76,7 @@ def launches(decay: Decay, read: str, dtype: torch.dtype, size: int) -> Iterator
             x, do, dS = draw(decay, dtype, sizes, device="meta", read=when, bonus=bonus)
             if "shared" in read:
                 x = x._replace(q=x.q[:, :, :1], k=x.k[:, :, :1])
-            if "wide" in read or "shared" in read:
+            if read in WEIGHTED:
                 x = x._replace(beta=torch.empty_like(x.v[..., 0], dtype=torch.float32))
             if read == "sum":
                 z, weight = x.state[..., 0].contiguous(), torch.empty_like(x.v[..., 0], dtype=torch.float32)
@@ -163,10 +164,10 @@ ALL = [
     for name, decay, read, dtype in itertools.product(TARGETS, Decay, READS, SPILL)
     for size in SPILL[dtype]
     if name != "gfx942" or (size == 64 and dtype == torch.bfloat16)
-    if read not in ("wide", "shared", "wide shared") or size == 64
+    if read not in WEIGHTED or size == 64
     if "shared" not in read or dtype in launch.SHARED
     if read != "wide shared" or name == "sm_90"
-    if read not in ("sum", "wide", "shared", "wide shared") or decay not in (Decay.CHANNEL, Decay.TOKEN_CHANNEL)
+    if read not in ("sum", *WEIGHTED) or decay not in (Decay.CHANNEL, Decay.TOKEN_CHANNEL)
 ]
 
 

@@ -620,7 +620,7 @@ def chunk_gate_gradient(
     if DECAY == HEAD:
         gate = tl.load(g + h, mask=h < H, other=0.0)
         summed = tl.sum(tl.where(live, back, 0.0), 0)
-        tl.store(dg + of_chunk, tl.where((gate < least) | (m <= 0), 0.0, summed), mask=h < H)
+        tl.store(dg + of_chunk, tl.where(gate < least, 0.0, summed), mask=h < H)
     else:
         gate = tl.load(g + at, mask=live, other=0.0)
         tl.store(dg + at, tl.where(gate < least, 0.0, back).to(dg.dtype.element_ty), mask=live)
@@ -743,8 +743,8 @@ def sweep(
             t0 += m
     else:  # a loop that the compiler can pipeline
         for t0 in range(0, length + lead, C):
-            chunk = (length + lead - t0) // C - 1 if REVERSE else t0 // C
             if kept is not None or behind is not None:
+                chunk = (length + lead - t0) // C - 1 if REVERSE else t0 // C
                 of_chunk = (_slot(cu, n, start, T, L, segments, C) + chunk) * H + h
             if kept is not None:
                 to_chunk = kept + of_chunk * (DX * DZ) + in_state
@@ -1210,16 +1210,34 @@ def stabilize_gradient(
 
 
 @triton.jit
-def _head_gates(g, at, row, length, h, C: tl.constexpr, DECAY: tl.constexpr, SUM: tl.constexpr):
-    """Running sum of a head's gates over the rows of a chunk, and its end."""
-    live = row < length
+def _loaded_gates(g, at, live, h, DECAY: tl.constexpr):
+    """A head's gates as they lie in memory: a row of them, the one of all tokens, or nothing."""
     if DECAY == TOKEN_HEAD:
-        bg = tl.maximum(tl.load(g + at, mask=live, other=0.0).to(SUM), ZERO) * LOG2E
+        return tl.load(g + at, mask=live, other=0.0)
     elif DECAY == HEAD:
-        bg = tl.where(live, tl.maximum(tl.load(g + h).to(SUM), ZERO) * LOG2E, 0.0)
+        return tl.load(g + h)
+    else:
+        return h
+
+
+@triton.jit
+def _sum_of_gates(bg, live, C: tl.constexpr, DECAY: tl.constexpr, SUM: tl.constexpr):
+    """Their running sum over the rows of a chunk, and its end."""
+    if DECAY == TOKEN_HEAD:
+        bg = tl.maximum(bg.to(SUM), ZERO) * LOG2E
+    elif DECAY == HEAD:
+        bg = tl.where(live, tl.maximum(bg.to(SUM), ZERO) * LOG2E, 0.0)
     else:
         bg = tl.zeros([C], SUM)
     return tl.cumsum(bg, 0), tl.sum(bg, 0)
+
+
+@triton.jit
+def _head_gates(g, at, row, length, h, C: tl.constexpr, DECAY: tl.constexpr, SUM: tl.constexpr):
+    """Running sum of a head's gates over the rows of a chunk, and its end."""
+    live = row < length
+    bg = _loaded_gates(g, at, live, h, DECAY)
+    return _sum_of_gates(bg, live, C, DECAY, SUM)
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -1320,16 +1338,12 @@ def _of_head(
     H: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr,
 ):  # fmt: skip
     """A head's gates in a chunk of ``m`` tokens and of the token that ``follows``, and its weights."""
-    at = (first * H + h) + H * r
-    bg, next_g, bw = none, none, none
-    if DECAY == TOKEN_HEAD:
-        bg = tl.load(g + at, mask=r < m, other=0.0)
-        next_g = tl.load(g + (first + C) * H + h, mask=follows, other=0.0)
-    elif DECAY == HEAD:
-        next_g = tl.load(g + h)
+    at, bw = (first * H + h) + H * r, none
+    bg = _loaded_gates(g, at, r < m, h, DECAY)
+    following = _loaded_gates(g, (first + C) * H + h, follows, h, DECAY)
     if weight is not None:
         bw = tl.load(weight + at, mask=r < m, other=0.0).to(tl.float32)
-    return bg, next_g, bw
+    return bg, following, bw
 
 
 @triton.jit(do_not_specialize=["scale", "N", "T", "L"])
@@ -1379,17 +1393,11 @@ def shared(
         bx = tl.load(x + of_v + in_v, mask=here, other=0.0).to(DOT)
         by = tl.load(y + of_v + in_v, mask=here, other=0.0).to(DOT)
         S = tl.load(states + (place * H + h) * (K * V) + in_state, mask=there, other=0.0).to(DOT)
-        bg, next_g, w = ahead
+        bg, following, w = ahead
         ahead = _of_head(g, weight, scale, first, tl.minimum(h + 1, H - 1), m, follows, r, H, C, DECAY)
-        if DECAY == TOKEN_HEAD:
-            bg = tl.maximum(bg.to(SUM), ZERO) * LOG2E
-        elif DECAY == HEAD:
-            bg = tl.where(live, tl.maximum(next_g.to(SUM), ZERO) * LOG2E, 0.0)
-        else:
-            bg = tl.zeros([C], SUM)
-        gates, GL = tl.cumsum(bg, 0), tl.sum(bg, 0)
+        gates, GL = _sum_of_gates(bg, live, C, DECAY, SUM)
         if DECAY != NONE:
-            GL += tl.where(follows, tl.maximum(next_g.to(SUM), ZERO) * LOG2E, 0.0)
+            GL += tl.where(follows, tl.maximum(following.to(SUM), ZERO) * LOG2E, 0.0)
         E = tl.exp2((GL - gates if REVERSE else gates).to(tl.float32))
         if moved is not None:
             along = tl.sum(tl.dot(bm, S, input_precision=PRECISION) * bx, 1) * E

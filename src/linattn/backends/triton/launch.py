@@ -168,6 +168,16 @@ def _places(B: int, T: int, size: int, cu: Tensor | None) -> int:
     return B * -(-T // size) if cu is None else T // size + cu.shape[0] - 1
 
 
+def _padded(size: int, least: int = 16) -> int:
+    """Channels of a tile: the power of two that has room for ``size``."""
+    return max(least, 1 << (size - 1).bit_length())
+
+
+def _multiplied(dtype: torch.dtype) -> torch.dtype:
+    """As what products take numbers of a dtype."""
+    return dtype if dtype == torch.bfloat16 else torch.float32
+
+
 def _plain(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
@@ -200,7 +210,7 @@ def _how(
     if DZ <= NARROW or not many:
         s = s._replace(block=NARROW)
     return s, (
-        H, HX, HZ, DX, DZ, max(64, 1 << (DX - 1).bit_length()), s.block, s.chunk,
+        H, HX, HZ, DX, DZ, _padded(DX, 64), s.block, s.chunk,
         decay, late, outer, reverse, LIMIT[dtype], PRECISION[dtype],
     )  # fmt: skip
 
@@ -228,6 +238,11 @@ class Call:
         """A state for each row or segment."""
         return _scratch(self.v, self.rows.number * segments, self.H, self.K, self.V)
 
+    @property
+    def given(self) -> dict[str, Tensor | None]:
+        """The tensors of PARTS."""
+        return {"q": self.q, "k": self.k, "v": self.v, "do": self.do}
+
     @cached_property
     def divided(self) -> Divided | None:
         """Queries and keys without their gates, for decays of channels."""
@@ -238,14 +253,14 @@ class Call:
         length = T if rows.cu is not None else DIVIDED_AT_ONCE
         segments = 1 if rows.cu is not None else -(-T // length)
         slots = _places(B, T, CHUNK, rows.cu)
-        dtype = self.v.dtype if self.v.dtype == torch.bfloat16 else torch.float32
+        dtype = _multiplied(self.v.dtype)
         q, k = (torch.empty(B, T, self.H, self.K, dtype=dtype, device=self.v.device) for _ in range(2))
         ends = _scratch(self.v, slots, self.H, self.K)
         steep = torch.empty(slots, self.H, dtype=torch.int32, device=self.v.device)
         qk = None if self.u is None else _scratch(self.v, B, T, self.H)
         programs = rows.number * segments * self.H
         if programs:
-            size = max(16, 1 << (self.K - 1).bit_length())
+            size = _padded(self.K)
             tensors = (self.q, self.k, self.g, self.u, rows.cu, q, k, ends, steep, qk)
             constants = (
                 self.H, self.G, self.K, size, CHUNK, self.decay, self.late, LIMIT[self.v.dtype],
@@ -261,7 +276,7 @@ class Call:
         sums, factor = (_scratch(self.v, B, T, self.H) for _ in range(2))
         alone, before = (_scratch(self.v, slots, self.H, self.K) for _ in range(2))
         total, last = _scratch(self.v, slots, self.H), _scratch(self.v, rows.number, self.H, self.K)
-        size = max(16, 1 << (self.K - 1).bit_length())
+        size = _padded(self.K)
         shape, numbers = (self.H, self.G, self.K, size, CHUNK), (rows.number, T)
         gates = (self.weight, self.g, rows.cu)
         if sums.numel():
@@ -285,7 +300,7 @@ class Call:
         across: Tensor | None = None,
     ) -> None:  # fmt: skip
         """``part``: o, dv, dq or dk; ``factor``: of each token's output."""
-        given = {"q": self.q, "k": self.k, "v": self.v, "do": self.do}
+        given = self.given
         results = (out, final, total, moved, skipped, rest, own, z, kept, across)
         divided = self.divided if self.vector else None
         self._sweep(part, given, self.G, self.decay, divided, init, dS, factor, behind, results)
@@ -300,17 +315,18 @@ class Call:
     ) -> None:  # fmt: skip
         names, outer, reverse = PARTS[part]
         x, y, z, mate = (given[name] for name in names)
+        _, _, _, moved, skipped, rest, *_ = results
         rows, sizes = self.rows, (self.H, groups, self.K, self.V)
         s, constants = _how(self.v.dtype, part, decay, self.late, self.by is not None, self.many, *sizes)
         programs = rows.number * rows.segments * self.H * -(-(self.K if outer else self.V) // s.block)
         if programs:
             stages = s.deep if programs <= _processors(self.v.device) else s.stages
             divided = (None, None, None) if by is None else (by.ends, by.steep, by.qk)
-            mate = None if results[3] is results[4] is None else mate
+            mate = None if moved is None and skipped is None else mate
             ds = zinit = dz = None
             if self.by is not None and self.sums is not None and outer:
                 zinit = self.sums.dz if reverse else self.by.z
-                ds, dz = self.sums.ds, None if results[5] is None else self.sums.dz
+                ds, dz = self.sums.ds, None if rest is None else self.sums.dz
             tensors = (
                 x, y, z, self.g, self.u, None if outer else self.skip, mate, rows.cu, init, dS, *divided,
                 self.weight, ds, factor, zinit, dz, behind, *results,
@@ -350,7 +366,7 @@ class Call:
             programs = number * -(-self.H // SUMMED_HEADS)
             _launch(kernels.head_gate_gradient, programs, tensors, (*shape, least), constants, 8, 1)
         elif number and not (dg is None and du is None):
-            size = max(16, 1 << (self.K - 1).bit_length())
+            size = _padded(self.K)
             block = min(size, 64) if self.vector or self.decay == 0 else size
             tensors = (self.q, self.k, dq, dk, g, self.u, own, rest, rows.cu, dg, du)
             constants = (self.H, self.G, self.K, block, CHUNK, self.decay, self.late, parts)
@@ -369,7 +385,7 @@ class Call:
     def states_of_chunks(self) -> Tensor:
         """Room for the states between chunks, as products take them."""
         (B, T), cu = self.v.shape[:2], self.rows.cu
-        dtype = torch.bfloat16 if self.v.dtype == torch.bfloat16 else torch.float32
+        dtype = _multiplied(self.v.dtype)
         return torch.empty(_places(B, T, CHUNK, cu), self.H, self.K, self.V, dtype=dtype, device=self.v.device)
 
     def shared(
@@ -379,13 +395,12 @@ class Call:
         rows, slots, dtype = self.rows, before.shape[0], self.v.dtype
         dq, dk = torch.empty_like(self.q), torch.empty_like(self.k)
         if dq.numel():
-            K, V = (max(16, 1 << (size - 1).bit_length()) for size in (self.K, self.V))
+            K, V = (_padded(size) for size in (self.K, self.V))
             sizes, numbers = (self.H, self.G, self.K, self.V, K, V, CHUNK), (rows.number, rows.T, rows.length)
             stages = 3 if V <= 64 else 2  # as shared memory has room for two programs
             for part, states, out, moved in (("dq", before, dq, read), ("dk", after, dk, written)):
                 names, _, reverse = PARTS[part]
-                given = {"q": self.q, "k": self.k, "v": self.v, "do": self.do}
-                tensors = (*(given[name] for name in names), self.g, self.weight, states, rows.cu, out, moved)
+                tensors = (*(self.given[name] for name in names), self.g, self.weight, states, rows.cu, out, moved)
                 constants = (*sizes, self.decay, reverse, PRECISION[dtype])
                 _launch(kernels.shared, slots * self.G, tensors, (self.scale, *numbers), constants, 4, stages)
         return dq, dk
@@ -477,7 +492,7 @@ def backward_divided(
         undivided, ds = torch.empty_like(c.do), torch.empty_like(s)
         dm = None if c.by.m is None else torch.empty_like(c.by.m)
         if s.numel():
-            size = max(16, 1 << (c.V - 1).bit_length())
+            size = _padded(c.V)
             rows = max(4096 // size, 1)
             tensors = (o, c.do, s, c.by.m, undivided, ds, dm)
             _launch(
@@ -587,8 +602,8 @@ def _walk(x: MatrixInputs, by: Divisor | None) -> tuple[Tensor, Tensor | None, T
 @lru_cache(maxsize=1024)
 def _walk_constants(H: int, G: int, K: int, V: int, decay: int, late: bool) -> tuple[int, tuple[Any, ...]]:
     """Programs of a row that is walked, and the constants of the kernel."""
-    block = min(BLOCK, max(16, 1 << (V - 1).bit_length()))
-    return H * -(-V // block), (H, G, K, V, max(16, 1 << (K - 1).bit_length()), block, decay, late)
+    block = min(BLOCK, _padded(V))
+    return H * -(-V // block), (H, G, K, V, _padded(K), block, decay, late)
 
 
 class _Scan(NamedTuple):

@@ -480,25 +480,17 @@ inline int32_t dot(const int8_t* w, const int16_t* x, int64_t width) {
   for (int64_t k = 0; k < width / STEP * STEP; k++) sum += static_cast<int16_t>(w[k]) * static_cast<int32_t>(x[k]);
   return sum;
 }
-inline void dots(const int8_t* w, const int16_t* x, int64_t width, int32_t* to) {
-  const int16_t *x1 = x + width, *x2 = x1 + width, *x3 = x2 + width;
-  int32_t a = 0, b = 0, c = 0, d = 0;
+// Four rows that are `apart` with one: of x with one of weights, or the other way round.
+template <class Four, class One>
+inline void dots(const Four* a, int64_t apart, const One* b, int64_t width, int32_t* to) {
+  const Four *a1 = a + apart, *a2 = a1 + apart, *a3 = a2 + apart;
+  int32_t s = 0, s1 = 0, s2 = 0, s3 = 0;
   for (int64_t k = 0; k < width / STEP * STEP; k++) {
-    const int32_t v = static_cast<int16_t>(w[k]);
-    a += v * x[k], b += v * x1[k], c += v * x2[k], d += v * x3[k];
+    const int32_t v = static_cast<int16_t>(b[k]);
+    s += static_cast<int16_t>(a[k]) * v, s1 += static_cast<int16_t>(a1[k]) * v;
+    s2 += static_cast<int16_t>(a2[k]) * v, s3 += static_cast<int16_t>(a3[k]) * v;
   }
-  to[0] = a, to[1] = b, to[2] = c, to[3] = d;
-}
-// Rows of weights `apart`.
-inline void rows(const int8_t* w, int64_t apart, const int16_t* x, int64_t width, int32_t* to) {
-  const int8_t *w1 = w + apart, *w2 = w1 + apart, *w3 = w2 + apart;
-  int32_t a = 0, b = 0, c = 0, d = 0;
-  for (int64_t k = 0; k < width / STEP * STEP; k++) {
-    const int32_t v = x[k];
-    a += static_cast<int16_t>(w[k]) * v, b += static_cast<int16_t>(w1[k]) * v;
-    c += static_cast<int16_t>(w2[k]) * v, d += static_cast<int16_t>(w3[k]) * v;
-  }
-  to[0] = a, to[1] = b, to[2] = c, to[3] = d;
+  to[0] = s, to[1] = s1, to[2] = s2, to[3] = s3;
 }
 
 // `number` is the largest int16 that no sum overflows with.
@@ -528,7 +520,7 @@ void rounded(const Instruction& s, const Crew& me) {
         mine,
         [&](int64_t o, int64_t apart) {
           int32_t totals[STREAMS];
-          rows(w + o * row, apart * row, x, width, totals);
+          dots(w + o * row, apart * row, x, width, totals);
           for (int r = 0; r < STREAMS; r++) put(0, o + r * apart, totals[r]);
         },
         [&](int64_t o) { put(0, o, dot(w + o * row, x, width)); });
@@ -539,7 +531,7 @@ void rounded(const Instruction& s, const Crew& me) {
     int64_t m = 0;
     for (; m + 4 <= M; m += 4) {
       int32_t totals[4];
-      dots(w + o * row, x + m * width, width, totals);
+      dots(x + m * width, width, w + o * row, width, totals);
       for (int i = 0; i < 4; i++) put(m + i, o, totals[i]);
     }
     for (; m < M; m++) put(m, o, dot(w + o * row, x + m * width, width));
