@@ -39,7 +39,7 @@ from linattn.recurrence import Read, Write
 class Saved(NamedTuple):
     """What a forward keeps for its backward: O(T V) and a few states; None, or an empty tensor, where nothing is."""
 
-    writes: Tensor | None  # [B, T, H, V]: what the low-rank term wrote
+    writes: Tensor | None  # [B, T, H, V]: what the low-rank term wrote; or sums of gates
     states: Tensor | None  # [n, H, K, V] or [n, B, H, K, V]
 
 

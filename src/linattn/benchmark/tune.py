@@ -2,7 +2,7 @@
 
 The output is for pasting into ``linattn/backends/triton/table.py``. A candidate counts only if all its results, on a
 smaller case, are as near to float64 as its dtype allows. The best one of a row of the table is the one that comes out
-first on average over its sweeps and over a large and a small batch, each relative to the fastest there.
+first on average over its sweeps and over a large, a small and a long batch, each relative to the fastest there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GATES = {
     "vector": (Decay.TOKEN_CHANNEL, 1 / 16),
     "steep": (Decay.TOKEN_CHANNEL, 16.0),
 }
-BATCHES = ((8, 4096), (4, 1024))  # the latter with no more programs than processors
+BATCHES = ((8, 4096), (4, 1024), (1, 32768))  # then no more programs than processors; and rows that are cut
 CHECKED = (1, 1600)  # so long that rows are cut
 
 Row = tuple[torch.dtype, str, int]
@@ -97,7 +97,7 @@ def step(x: MatrixInputs, by: Divisor | None, do: Tensor, dS: Tensor) -> dict[st
 
     grads: Iterable[Tensor | None]
     if by is None:
-        o, _, _ = launch.forward(x)
+        o, *_ = launch.forward(x)
         grads = launch.backward(x, do, dS, x.g is not None)
     else:
         o, sums, _, z = launch.forward_divided(x, by)
@@ -140,7 +140,8 @@ def sweeps(point: Point, B: int, T: int) -> list[Launch]:
 def row(each: Launch, point: Point) -> Row:
     """The row of the table that a sweep's settings come from."""
     named = each.named
-    size, kind = named["DX"], table.kind(named["DECAY"], named["OUTER"], point.gates == "summed")
+    states = named["out"] is None
+    size, kind = named["DX"], table.kind(named["DECAY"], named["OUTER"], point.gates == "summed", states)
     return point.dtype, kind, 64 if size <= 64 else 128 if size <= 128 else 256
 
 
@@ -229,7 +230,8 @@ def main(argv: list[str] | None = None) -> int:
                 print(*case, tuple(point.settings), f"failed: {str(failure)[:80]}", flush=True)
                 continue
             for key, found in times.items():
-                if ("divided" in key[1]) == (point.gates == "vector"):  # the other kind ends at once
+                states = key[1] != "states" or point.gates == "scalar"  # of two that have it
+                if states and ("divided" in key[1]) == (point.gates == "vector"):  # the other kind ends at once
                     timed[key].setdefault(point.settings, []).extend(found)
                 shown = " ".join(f"{ms:.3f}" for _, ms in found)
                 print(*case, tuple(point.settings), key[1], f"{shown} ms, error {off:.1e}", flush=True)

@@ -160,9 +160,9 @@ def test_a_first_call_compiles_what_it_and_its_backward_launch(monkeypatch: pyte
     launch.forward(x, (True, False))
     launch.backward(x, do, None, True, False)
     compiled, launched = ([name for name, ahead in launches if ahead is which] for which in (True, False))
-    assert compiled == launched == [*["sweep"] * 4, "head_gate_gradient"]
+    assert compiled == launched == ["sum_gates", "sweep", "sum_gates", *["sweep"] * 3, "head_gate_gradient"]
     launch.forward(x, (True, False))
     assert launches[-1] == ("sweep", False)
-    assert len(launches) == 11
+    assert len(launches) == 16
     launch.forward(x)
-    assert [ahead for _, ahead in launches[11:]] == [True, False]
+    assert [ahead for _, ahead in launches[16:]] == [True, True, False, False]

@@ -120,6 +120,11 @@ if INTERPRETED:
         c for c in CASES if c.gates in kept and c.dtype == (torch.bfloat16 if c.gates == "mixed" else torch.float32)
     ]
     CASES = [c for c in CASES if c.subject in FEW and not (c.gates == "mixed" and c.subject.recurrence.decay.fixed)]
+    CASES += [
+        Case(ENGINE[name], SMALL, torch.bfloat16, gates)
+        for name in ("head+additive+after", "token_head+additive+after", "token_head+additive+after+sum")
+        for gates in ("ordinary", "-inf")
+    ]
     # steep gates of channels have chunks of a token, so that a few tell as much
     SHORT = dataclasses.replace(SMALL, T=20)
     CHANNELS = (Decay.CHANNEL, Decay.TOKEN_CHANNEL)
@@ -313,6 +318,23 @@ def test_values_of_several_heads(subject: Subject, dtype: torch.dtype, V: int) -
         law_run(short, lambda case: call(case, FORM), gradients=False)
 
 
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@pytest.mark.parametrize("decay", [Decay.NONE, Decay.HEAD, Decay.TOKEN_HEAD], ids=str)
+def test_a_scale_of_any_sign(decay: Decay, scale: float) -> None:
+    """Kernels take the scale's logarithm; without one of its own a layer's is above 0."""
+    sizes = {"B": 1, "T": 67, "H": 2, "K": 16, "V": 8}
+    x, do, dS = draw(decay, torch.float32, sizes, device=DEVICE)
+    o, S, *_ = launch.forward(x._replace(scale=scale))
+    (wanted, wanted_S, *_), one = launch.forward(x), x.scale
+    torch.testing.assert_close(o, wanted * (scale / one), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(S, wanted_S)
+    grads = launch.backward(x._replace(scale=scale), do, dS, x.g is not None)
+    right = launch.backward(x, do * (scale / one), dS, x.g is not None)
+    for name, got, want in zip(grads._fields, grads, right, strict=True):
+        if want is not None:
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
 @pytest.mark.parametrize("subject", FEW, ids=str)
 def test_packed(subject: Subject) -> None:
     law_accuracy(Case(subject, SMALL, lengths=(3, 0, 1, 66), device=DEVICE), FORM)
@@ -369,13 +391,30 @@ def test_split_rows(subject: Subject, H: int) -> None:
     law_accuracy(Case(subject, Sizes(B=1, T=300, G=1, H=H, K=16, V=8), device=DEVICE), FORM)
 
 
+@pytest.mark.parametrize("length", [70, 300])
+def test_sums_of_gates_are_kept(length: int, split: None) -> None:
+    """The backward that is given them sums no gates, and has the same bits."""
+    x, do, dS = draw(Decay.TOKEN_HEAD, torch.bfloat16, {"B": 1, "T": length, "H": 1, "K": 16, "V": 8}, device=DEVICE)
+    *_, sums = launch.forward(x, (True, True))
+    assert sums is not None
+    assert list(sums.shape) == launch.sums_shape(x)
+    launches, grads = [], []
+    for given in (None, sums):
+        with recorded(run=True) as found:
+            grads.append(launch.backward(x, do, dS, True, True, None, given))
+        launches.append([each.kernel.__name__ for each in found])
+    assert launches[0].count("sum_gates") == launches[1].count("sum_gates") + 1 == 1
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert launch.forward(x)[3] is None
+
+
 @pytest.mark.usefixtures("split")
 @pytest.mark.parametrize("decay", [Decay.NONE, Decay.TOKEN_HEAD, Decay.TOKEN_CHANNEL], ids=str)
 def test_states_before_segments_are_kept(decay: Decay) -> None:
     """The backward that is given them makes fewer launches, and the same bits; no launch reads what none wrote."""
     sizes = {"B": 1, "T": 200, "H": 1, "K": 16, "V": 8}
     x, do, dS = draw(decay, torch.float32, sizes, device=DEVICE)
-    _, _, starts = launch.forward(x, (x.g is not None, True))
+    _, _, starts, _ = launch.forward(x, (x.g is not None, True))
     assert starts is not None
     assert list(starts.shape) == launch.starts_shape(x) == [2, 1, 16, 8]
     assert torch.equal(starts[:1], x.state)

@@ -60,10 +60,10 @@ class _Sweeps(Kernel):
     reads_gates = False
     reads_ends = False
 
-    def saved_shapes(self, x: MatrixInputs, mode: str) -> tuple[None, list[int] | None]:
+    def saved_shapes(self, x: MatrixInputs, mode: str) -> tuple[list[int] | None, list[int] | None]:
         from linattn.backends.triton import launch
 
-        return None, launch.starts_shape(x)
+        return launch.sums_shape(x), launch.starts_shape(x)
 
     def forward(self, x: MatrixInputs, ends: list[int] | None, mode: str, save: bool) -> tuple[Tensor, Tensor, Saved]:
         from linattn.backends.triton import launch
@@ -75,8 +75,8 @@ class _Sweeps(Kernel):
             unseen = not x.v.requires_grad  # in a compiled graph autograd has been there before: whatever there is
             need_g = x.g is not None and (unseen or x.g.requires_grad)
             grads = need_g, x.state is not None and (unseen or x.state.requires_grad)
-        o, S, starts = launch.forward(x, grads)
-        return o, S, Saved(None, starts)
+        o, S, starts, sums = launch.forward(x, grads)
+        return o, S, Saved(sums, starts)
 
     def backward(
         self, x: MatrixInputs, ends: list[int] | None, mode: str, saved: Saved, do: Tensor, dS: Tensor | None,
@@ -84,30 +84,30 @@ class _Sweeps(Kernel):
     ) -> Grads:  # fmt: skip
         from linattn.backends.triton import launch
 
-        return launch.backward(x, do, dS, need_g, starts=saved.states)
+        return launch.backward(x, do, dS, need_g, starts=saved.states, sums=saved.writes)
 
 
 _SWEEPS = _Sweeps()
 
 
-def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     o, S, saved = _SWEEPS.forward(MatrixInputs(*args), None, "", True)
-    return o, S, saved.states
+    return o, S, *saved
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-    ctx.save_for_backward(*inputs[:10], output[2])
+    ctx.save_for_backward(*inputs[:10], *output[2:])
     ctx.rest = inputs[10:]
     ctx.set_materialize_grads(False)
 
 
-def _gradient(ctx: Any, do: Tensor | None, dS: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+def _gradient(ctx: Any, do: Tensor | None, dS: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     from linattn.backends.triton import launch
 
-    *tensors, starts = ctx.saved_tensors
+    *tensors, sums, starts = ctx.saved_tensors
     x, need = MatrixInputs(*tensors, *ctx.rest), ctx.needs_input_grad
     do = torch.zeros_like(x.v) if do is None else do
-    return *launch.backward(x, do, dS, need[3], need[8], starts), *(None,) * 4
+    return *launch.backward(x, do, dS, need[3], need[8], starts, sums), *(None,) * 4
 
 
 _EAGER = Op(_forward, _keep, _gradient)  # as the registered op, without its words and checks: for the host's time
@@ -227,7 +227,7 @@ class Triton(Backend):
             return _boundary.matrix(inputs, Mode.CHUNKWISE.value, self.name)
         check_boundaries(inputs.cu_seqlens, inputs.v.shape[1])
         if differentiable(inputs):
-            o, S, _ = Node.apply(*inputs, _EAGER)
+            o, S, *_ = Node.apply(*inputs, _EAGER)
             return o, S
         return _SWEEPS.forward(inputs, None, "", False)[:2]
 

@@ -14,11 +14,13 @@ two tokens, and a state sum_j y_j z_j^T of which a program holds a block of z's 
 Legend: C tokens a chunk, r its rows; DX, DZ the sizes of x and z, KX the power of two above DX, BZ the block of z; H
 heads, HX of them in x and y, HZ in z; S the state [KX, BZ] in float32, with inner gates its transpose (FLIP), so that
 the rescaled factor of its update is the right one; gates in log2 units, G their running sum in the chunk. Backward in
-time is forward over rows numbered from the end, where a row's gate is the next token's. LATE, reading before the own
-write, is reading after the write of the row before: y, z and the gate come from there, and those of the last row join
-the state at the end.
+time is forward over rows numbered from the end, where a row's gate is the next token's; or, with gates of a head, G
+sums those of the tokens behind in the chunk. LATE, reading before the own write, is reading after the write of the row
+before: y, z and the gate come from there, and those of the last row join the state at the end.
 
-Decays of a head weigh each pair by 2^(G_i - G_j) <= 1, the product of 2^G_i and 2^-G_j where G is within [-LIMIT, 0].
+Decays of a head weigh each pair by 2^(G_i - G_j) <= 1. G is summed once for all sweeps (`sum_gates`), so that none
+waits for a sum, and log2 scale is added where rows of out are multiplied by it.
+
 Decays of channels are divided out, q 2^G and k 2^-G, which needs G in that range. Where it is in every chunk of a row,
 that is done once for all sweeps (`divide`), which then know no gates but the sum of each chunk's (SCALED), and what an
 OUTER one gives is scaled back. Other rows are steep: the sweeps divide by themselves, and a chunk ends where its own
@@ -113,24 +115,18 @@ def _of_rows(a, none, t0, start, length, lead, h, r, H: tl.constexpr, REVERSE: t
 
 
 @triton.jit
-def _ahead(
-    g, weight, ds, factor, none, t0, start, length, lead, h, r,
-    H: tl.constexpr, DECAY: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr,
-):  # fmt: skip
-    """All such numbers; they are loaded a chunk ahead, so that no chunk waits for them."""
-    return (
-        _of_rows(g if DECAY == TOKEN_HEAD else None, none, t0, start, length, lead, h, r, H, REVERSE, SHIFT),
-        _of_rows(weight, none, t0, start, length, lead, h, r, H, REVERSE, False),
-        _of_rows(ds, none, t0, start, length, lead, h, r, H, REVERSE, False),
-        _of_rows(factor, none, t0, start, length, lead, h, r, H, REVERSE, False),
-    )
+def _sums_of(sums, chunk, h, r, H: tl.constexpr, C: tl.constexpr, REVERSE: tl.constexpr):
+    """Running sums of a head's gates in a chunk, as :func:`sum_gates` wrote them, and the sum of all."""
+    at = sums + (chunk * H + h) * (2 * C)
+    return tl.load(at + (C + r if REVERSE else r)), tl.load(at + (C - 1))
 
 
 @triton.jit
 def _chunk(
-    t0, S, Z, ahead, gates, fixed, bonus,
-    x, y, z, g, u, skip, mate, weight, ds, factor, out, total, moved, skipped, own,
-    scale, start, length, lead, row, h, r, cx, cz, cg,
+    t0, S, Z, gates, along, fixed, bonus,
+    x, y, z, g, u, skip, mate, sums, rows, columns, weight, factor, ds, qz, maxima,
+    out, total, moved, skipped, own, norms,
+    scale, lift, eps, start, length, lead, slot, block, h, r, cx, cz, cg,
     H: tl.constexpr, HX: tl.constexpr, HZ: tl.constexpr, DX: tl.constexpr, DZ: tl.constexpr,
     KX: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, LATE: tl.constexpr, OUTER: tl.constexpr, REVERSE: tl.constexpr,
@@ -140,8 +136,12 @@ def _chunk(
     VECTOR: tl.constexpr = DECAY == CHANNEL or DECAY == TOKEN_CHANNEL
     SCALAR: tl.constexpr = DECAY == HEAD or DECAY == TOKEN_HEAD
     FIXED: tl.constexpr = DECAY == HEAD or DECAY == CHANNEL
-    SUMMED: tl.constexpr = weight is not None or ds is not None or factor is not None
-    SHIFT: tl.constexpr = REVERSE or LATE
+    WEIGHED: tl.constexpr = weight is not None or factor is not None or ds is not None or qz is not None
+    LIFTED: tl.constexpr = SCALAR and not LATE  # out is scaled by its gates
+    # The order of two products: registers do not suffice everywhere for the results of both. As measured.
+    STATE_FIRST: tl.constexpr = not WEIGHED and not (DECAY == HEAD or (SCALAR and OUTER))
+    BEHIND: tl.constexpr = SCALAR and REVERSE and not LATE  # a row's gates are those of the tokens behind in the chunk
+    SHIFT: tl.constexpr = (REVERSE or LATE) and not BEHIND
     FLIP: tl.constexpr = VECTOR and not OUTER
     HALF: tl.constexpr = x.dtype.element_ty == tl.bfloat16
     DOT: tl.constexpr = tl.bfloat16 if HALF else tl.float32
@@ -183,31 +183,39 @@ def _chunk(
     if moved is not None or skipped is not None:  # early, as it is no factor of a product, so stays where it is put
         bm = tl.load(mate + fz + rz, mask=here, other=0.0)
     of_token = (first * H + h) + (step * H) * r
-    bg, bw, bd, bf = ahead
-    if not VECTOR:
-        ahead = _ahead(g, weight, ds, factor, scale, t0 + C, start, length, lead, h, r, H, DECAY, REVERSE, SHIFT)
+    chunk = slot + ((length + lead - t0) // C - 1 if REVERSE else t0 // C)
+    of_chunk, in_chunk = chunk * H + h, (C - 1 - r if REVERSE else r)
+    if sums is not None:
+        G, GL = _sums_of(sums, chunk, h, r, H, C, REVERSE)
+    elif DECAY == TOKEN_HEAD:
+        bg = _of_rows(g, scale, t0, start, length, lead, h, r, H, REVERSE, SHIFT)
+    if weight is not None:
+        bw = tl.load(weight + of_chunk * C + in_chunk)
+    if factor is not None:
+        bf = tl.load(factor + of_chunk * C + in_chunk)
+    if ds is not None:
+        bd = tl.load(ds + of_chunk * C + in_chunk)
 
     # gates: their running sum G, and its end GL
-    if DECAY == TOKEN_HEAD:
+    if DECAY == TOKEN_HEAD and sums is None:
         bg = tl.maximum(bg.to(SUM), ZERO) * LOG2E
         G = tl.cumsum(bg, 0)
         GL = tl.sum(bg, 0)
     if FIXED:
         none = lead + 1 if SHIFT else lead  # rows from the first on that bring no gate
-        seen = tl.maximum(t0 + tl.minimum(r + 1, m) - none, 0) - tl.maximum(t0 - none, 0)
+        upto = r if BEHIND else tl.minimum(r + 1, m)
+        seen = tl.maximum(t0 + upto - none, 0) - tl.maximum(t0 - none, 0)
         last = tl.maximum(t0 + m - none, 0) - tl.maximum(t0 - none, 0)
     if DECAY == HEAD:
         G = seen.to(SUM) * fixed
         GL = last.to(SUM) * fixed
     if SCALAR:
         gates += GL
-        if weight is not None:  # bound to G, or it is loaded anew in every layout that it is needed in
-            bw = tl.where(G == G, bw, 0.0)
-        if not SUMMED:  # a product's result must not be read inside, and with sums the registers do not suffice for it
-            if GL < -LIMIT:
-                pairs = tl.exp2((G[:, None] - G[None, :]).to(tl.float32))
-            else:  # fewer exponentials
-                pairs = tl.exp2(G.to(tl.float32))[:, None] * tl.exp2(-G.to(tl.float32))[None, :]
+        GX = G
+        if rows is not None:
+            GX = tl.load(rows + of_chunk * C + in_chunk)
+        if LIFTED:
+            GX += lift
     if VECTOR:
         if DECAY == TOKEN_CHANNEL:
             fg = (first * H + h) * DG - (step * H * DG if SHIFT else 0)
@@ -245,32 +253,40 @@ def _chunk(
         else:
             read = bx.to(DOT)
         state = tl.trans(S.to(DOT)) if FLIP else S.to(DOT)
-        if not SUMMED:
+        if STATE_FIRST:
             acc = tl.dot(read, state, input_precision=PRECISION)
         P = tl.dot(read, tl.trans(keys), input_precision=PRECISION)
         if ds is not None:  # x or y has one more channel, the other a one
             P += bd[None, :] if REVERSE else bd[:, None]
-        if SCALAR:
-            P = P * (tl.exp2((G[:, None] - G[None, :]).to(tl.float32)) if SUMMED else pairs)
-        if weight is not None and not REVERSE:
+        if columns is not None:
+            P = P * tl.exp2((GX[:, None] - tl.load(columns + of_chunk * C + in_chunk)[None, :]).to(tl.float32))
+        elif SCALAR:
+            P = P * tl.exp2((GX[:, None] - G[None, :]).to(tl.float32))
+        if weight is not None and columns is None:
             P = P * bw[None, :]
         P = tl.where(low, P, 0.0)
-        if SUMMED:  # after P, as the registers would not suffice for both
-            P = P.to(DOT)
+        if not STATE_FIRST:
             acc = tl.dot(read, state, input_precision=PRECISION)
         if ds is not None:
             acc += Z[None, :] if REVERSE else bd[:, None] * Z[None, :]
         if SCALAR:
-            acc = acc * tl.exp2(G.to(tl.float32))[:, None]
+            acc = acc * tl.exp2(GX.to(tl.float32))[:, None]
         acc = tl.dot(P.to(DOT), written, acc, input_precision=PRECISION)
         if VECTOR and OUTER:
             acc = acc * tl.exp2(G)
-        if factor is not None:
+        if qz is not None:  # while the product is under way
+            s = tl.sum(P, 1) * (1.0 if LIFTED else scale) + tl.load(qz + of_chunk * C + in_chunk)
+            top = _of_rows(maxima, s, t0, start, length, lead, h, r, H, REVERSE, False)
+            divisor, _ = _divisor(s, top, eps, maxima is not None, SUM)
+            acc = acc * (1.0 / divisor)[:, None]
+            tl.store(norms + of_token, s, mask=live & (block == 0))
+        if factor is not None and not REVERSE:
             acc = acc * bf[:, None]
         if moved is not None:
-            tl.store(moved + row * H + of_token, tl.sum(acc * bm, 1) * scale, mask=live)
+            of_block = of_chunk * ((DZ + BZ - 1) // BZ) + block
+            tl.store(moved + of_block * C + in_chunk, tl.sum(acc * bm, 1) * (1.0 if LIFTED else scale))
         if skipped is not None:
-            tl.store(skipped + row * H + of_token, tl.sum(bz.to(tl.float32) * bm, 1), mask=live)
+            along += tl.sum(bz.to(tl.float32) * bm, 1)
 
         if u is not None:
             # the row's own write
@@ -283,9 +299,9 @@ def _chunk(
                     tl.store(own + of_token, alone, mask=live & (r < m))
             else:
                 acc += tl.sum(bx * oy * bonus[None, :], 1)[:, None] * oz
-        if weight is not None and REVERSE:
-            acc = acc * (bw * scale)[:, None]
-        else:
+        if factor is not None and REVERSE:
+            acc = acc * bf[:, None]
+        if not LIFTED:
             acc = acc * scale
         if skip is not None:
             acc += bonus * bz
@@ -297,13 +313,13 @@ def _chunk(
         S = S * decay
         if ds is not None:
             Z = Z * decay
-    elif SUMMED:
+    elif WEIGHED:
         kept = tl.where(live, 1.0, 0.0)
-    if weight is not None and not REVERSE:
+    if weight is not None:
         kept = kept * bw
     if ds is not None:
         Z += tl.sum(bz.to(tl.float32) * (kept * bd if REVERSE else kept)[:, None], 0)
-    if SCALAR or (weight is not None and not REVERSE):  # the smaller of the two
+    if SCALAR or weight is not None:  # the smaller of the two
         if KX < BZ:
             keys = (by * kept[:, None]).to(DOT)
         else:
@@ -314,7 +330,7 @@ def _chunk(
         S = tl.dot(tl.trans(keys), written, S, input_precision=PRECISION)
     if VECTOR:
         S = S * tl.exp2(GL)[None, :]
-    return m, S, Z, ahead, gates
+    return m, S, Z, gates, along
 
 
 @triton.jit
@@ -550,48 +566,52 @@ def gate_gradient(
 @triton.jit(do_not_specialize=["T", "L", "segments", "least"])
 def head_gate_gradient(
     read, written, weight, g, rest, cu,
-    dg,
+    dg, dw,
     T, L, segments, least,
-    H: tl.constexpr, BH: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, LATE: tl.constexpr, PARTS: tl.constexpr,
+    H: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, DECAY: tl.constexpr, LATE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """:func:`gate_gradient` of gates of heads without a bonus, BH heads at once, which lie side by side in memory.
+    """:func:`gate_gradient` of gates of heads without a bonus, ROWS tokens at once, and the gradient of the weights.
 
-    The sums over channels of a and of b without its ``weight`` are given, in parts: ``read`` and ``written``.
+    The sums over channels of a and of b without its ``weight`` are given, in parts: ``read`` and ``written``, as
+    ``moved`` of :func:`sweep`. dg, dw: None if unwanted.
     """
-    blocks: tl.constexpr = (H + BH - 1) // BH
     pid = tl.program_id(0)
-    n = pid // blocks
+    n, h = pid // H, pid % H
     start, length = _bounds(cu, n, T, L, segments)
-    lead = (C - length % C) % C
-    part_of = H * (T if cu is not None else T.to(tl.int64) * (tl.num_programs(0) // (blocks * segments)))
-    r = tl.arange(0, C)
-    h = pid % blocks * BH + tl.arange(0, BH)
-    at_row = n.to(tl.int64) * H + h
-    after, summed = tl.zeros([BH], tl.float32), tl.zeros([BH], tl.float32)
+    slot = _slot(cu, n, start, T, L, segments, C)
+    r = ROWS - 1 - tl.arange(0, ROWS)  # from the end
+    after, summed = length.to(tl.float32) * 0.0, length.to(tl.float32) * 0.0
     if rest is not None:
         for part in range(PARTS):
-            after += tl.load(rest + at_row * PARTS + part, mask=h < H, other=0.0)
-    for t0 in range(0, length + lead, C):
-        live = ((t0 + r >= lead) & (t0 + r < length + lead))[:, None] & (h < H)[None, :]
-        at = (start + (length + lead - 1 - t0)) * H + (h[None, :] - H * r[:, None])
-        a, b = tl.zeros([C, BH], tl.float32), tl.zeros([C, BH], tl.float32)
+            after += tl.load(rest + pid.to(tl.int64) * PARTS + part)
+    blocks = tl.cdiv(length, ROWS)
+    for i in range(0, blocks):
+        row = (blocks - 1 - i) * ROWS + r
+        live = row < length
+        at = ((slot + row // C) * H + h) * (PARTS * C) + row % C
+        of_token = (start + row) * H + h
+        b = tl.zeros([ROWS], tl.float32)
         for part in range(PARTS):
-            a += tl.load(read + part * part_of + at, mask=live, other=0.0)
-            b += tl.load(written + part * part_of + at, mask=live, other=0.0)
-        if weight is not None:
-            b = b * tl.load(weight + at, mask=live, other=0.0)
-        back = tl.cumsum(a - b, 0) + after[None, :]
-        after += tl.sum(a - b, 0)
-        if LATE:
-            back -= a
-        if DECAY == HEAD:
-            summed += tl.sum(tl.where(live, back, 0.0), 0)
-        else:
-            gate = tl.load(g + at, mask=live, other=0.0)
-            tl.store(dg + at, tl.where(gate < least, 0.0, back).to(dg.dtype.element_ty), mask=live)
-    if DECAY == HEAD:
-        gate = tl.load(g + h, mask=h < H, other=0.0)
-        tl.store(dg + at_row, tl.where(gate < least, 0.0, summed), mask=h < H)
+            b += tl.load(written + at + part * C, mask=live, other=0.0)
+        if dw is not None:
+            tl.store(dw + of_token, b.to(dw.dtype.element_ty), mask=live)
+        if dg is not None:
+            a = tl.zeros([ROWS], tl.float32)
+            for part in range(PARTS):
+                a += tl.load(read + at + part * C, mask=live, other=0.0)
+            if weight is not None:
+                b = b * tl.load(weight + of_token, mask=live, other=0.0)
+            back = tl.cumsum(a - b, 0) + after
+            after += tl.sum(a - b, 0)
+            if LATE:
+                back -= a
+            if DECAY == HEAD:
+                summed += tl.sum(tl.where(live, back, 0.0), 0)
+            else:
+                gate = tl.load(g + of_token, mask=live, other=0.0)
+                tl.store(dg + of_token, tl.where(gate < least, 0.0, back).to(dg.dtype.element_ty), mask=live)
+    if dg is not None and DECAY == HEAD:
+        tl.store(dg + pid, tl.where(tl.load(g + h) < least, 0.0, summed))
 
 
 @triton.jit(do_not_specialize=["N", "T", "least"])
@@ -626,37 +646,42 @@ def chunk_gate_gradient(
         tl.store(dg + at, tl.where(gate < least, 0.0, back).to(dg.dtype.element_ty), mask=live)
 
 
-@triton.jit(do_not_specialize=["T", "L", "segments", "scale"])
+@triton.jit(do_not_specialize=["T", "L", "segments", "scale", "eps"])
 def sweep(
-    x, y, z, g, u, skip, mate, cu, init, dS, ends, steep, qk, weight, ds, factor, zinit, dZ, behind,
-    out, final, total, moved, skipped, rest, own, zfinal, kept, across,
-    scale, T, L, segments,
+    x, y, z, g, u, skip, mate, cu, init, dS, ends, steep, qk, sums, rows, columns, weight, factor, ds, qz, maxima,
+    zinit, dZ, behind,
+    out, final, total, moved, skipped, rest, own, zfinal, kept, across, norms,
+    scale, eps, T, L, segments,
     H: tl.constexpr, HX: tl.constexpr, HZ: tl.constexpr, DX: tl.constexpr, DZ: tl.constexpr,
     KX: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, LATE: tl.constexpr, OUTER: tl.constexpr, REVERSE: tl.constexpr,
-    LIMIT: tl.constexpr, PRECISION: tl.constexpr,
+    LIMIT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The sum above. What is None is absent or unwanted; ``out`` None leaves the states alone.
 
     ends, steep, qk: as :func:`divide` wrote them. final: the state after each row; or, with ``total``, the sum of its
     gates, what each segment adds, to be joined: the last of a row, which nothing comes after, is left out. For
     :func:`gate_gradient` the sweep of dq writes S_T dS_T to ``rest``, and do . v to ``own`` where there is a bonus;
-    with gates of a head the outer ones write out . mate, of the block's channels, to ``moved`` [blocks, B, T, H].
-    skip [H]: of z, added to out; z . mate is written to ``skipped``, as ``moved``.
+    with gates of a head the outer ones write out . mate, of the block's channels, to ``moved`` [chunks, H, blocks, C].
+    skip [H]: of z, added to out; the row's sum of z . mate is written to ``skipped`` [rows, H, blocks].
 
     For :func:`shared`, in inner sweeps without gates of channels, kept [chunks, H, DX, DZ] is the state before each
     chunk. With ``behind``, what the reverse sweep kept, the other one writes to ``across`` [chunks, H, blocks] what the
     pairs with a token on either side of the chunk's end bring to the gradient of a gate between them.
 
-    weight [B, T, H]: of k v^T. factor [B, T, H]: of o, from :func:`divisors`. With a sum normaliser, the sweeps of dq
-    and dk read the gradient ds of the sums, for which the sum of keys Z is one more column of S: zinit, zfinal and dZ
-    are to Z what init, final and dS are to S. None of these goes with LATE or gates of channels.
+    weight, factor [chunks, H, C]: of the rows of z, and of out. sums: as :func:`sum_gates` wrote them. rows,
+    columns [chunks, H, C]: sums with log2 factor, and less log2 weight, where these are above 0; rows, not factor.
+
+    With a sum normaliser, the sweep of o adds qz, as :func:`keys_read` wrote it, to its own share of s [B, T, H], which
+    goes to ``norms``, and divides by what :func:`_divisor` makes of it. Those of dq and dk read d ds [chunks, H, C], ds
+    the gradient of s, for which the sum of keys Z is one more column of S: zinit, zfinal and dZ are to Z what init,
+    final and dS are to S. None of these goes with LATE or gates of channels.
     """
     DIVIDED: tl.constexpr = DECAY >= SCALED
     VECTOR: tl.constexpr = DIVIDED or DECAY == CHANNEL or DECAY == TOKEN_CHANNEL
     SCALAR: tl.constexpr = DECAY == HEAD or DECAY == TOKEN_HEAD
     FLIP: tl.constexpr = VECTOR and not OUTER and not DIVIDED
-    SHIFT: tl.constexpr = (REVERSE or LATE) and not DIVIDED
+    SHIFT: tl.constexpr = (LATE or (REVERSE and not SCALAR)) and not DIVIDED
     SUM: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float32 else tl.float32
     DG: tl.constexpr = DZ if OUTER else DX
     BG: tl.constexpr = BZ if OUTER else KX
@@ -671,14 +696,13 @@ def sweep(
         if n % segments == (0 if REVERSE else segments - 1):
             return
     start, length = _bounds(cu, n, T, L, segments)
+    slot = _slot(cu, n, start, T, L, segments, C)
     if VECTOR:
-        slot = _slot(cu, n, start, T, L, segments, C)
         if _is_steep(steep, slot, tl.cdiv(length, C), h, H) == DIVIDED:
             return
 
     # chunks lie alike in both directions: backward in time the first one may begin with rows past the end
     lead = (C - length % C) % C if REVERSE else 0
-    row = block * (T if cu is not None else T.to(tl.int64) * (tl.num_programs(0) // (NZ * H * segments)))
 
     r = tl.arange(0, C)
     cx = tl.arange(0, KX)
@@ -701,7 +725,9 @@ def sweep(
         S = tl.zeros([BZ, KX] if FLIP else [KX, BZ], tl.float32)
 
     nothing = length.to(tl.float32) * 0.0
-    fixed, gates, bonus, ahead, Z = nothing, nothing, nothing, nothing, nothing
+    fixed, gates, bonus, along, Z, lift = nothing, nothing, nothing, nothing, nothing, nothing
+    if skipped is not None:
+        along = tl.zeros([C], tl.float32)
     if ds is not None:
         of_Z = nh.to(tl.int64) * DG + cg
         Z = tl.zeros([BG], tl.float32)
@@ -709,11 +735,10 @@ def sweep(
             Z = tl.load(zinit + of_Z, mask=in_g, other=0.0)
             if REVERSE:
                 Z = Z / scale
-    ahead = _ahead(g, weight, ds, factor, scale, 0, start, length, lead, h, r, H, DECAY, REVERSE, SHIFT)
     if VECTOR:
         fixed, gates = tl.zeros([BG], tl.float32), tl.zeros([BG], tl.float32)
     if SCALAR:
-        fixed, gates = length.to(SUM) * 0.0, length.to(SUM) * 0.0
+        fixed, gates, lift = length.to(SUM) * 0.0, length.to(SUM) * 0.0, tl.log2((nothing + scale).to(SUM))
     if DECAY == CHANNEL or DECAY == CHANNEL + SCALED:
         fixed = tl.maximum(tl.load(g + h * DG + cg, mask=in_g, other=0.0).to(tl.float32), ZERO) * LOG2E
     if DECAY == HEAD:
@@ -724,7 +749,7 @@ def sweep(
         bonus = tl.load(skip + h).to(tl.float32)
 
     if DIVIDED:
-        for t0 in range(0, length + lead, C):
+        for t0 in tl.range(0, length + lead, C, num_stages=STAGES):
             S, gates = _scaled_chunk(
                 t0, S, gates, fixed, bonus,
                 x, y, z, g, u, ends, qk, out, total, own,
@@ -734,37 +759,32 @@ def sweep(
     elif VECTOR:
         t0 = length * 0
         while t0 < length + lead:
-            m, S, Z, ahead, gates = _chunk(
-                t0, S, Z, ahead, gates, fixed, bonus,
-                x, y, z, g, u, skip, mate, weight, ds, factor, out, total, moved, skipped, own,
-                scale, start, length, lead, row, h, r, cx, cz, cg,
+            m, S, Z, gates, along = _chunk(
+                t0, S, Z, gates, along, fixed, bonus,
+                x, y, z, g, u, skip, mate, sums, rows, columns, weight, factor, ds, qz, maxima,
+                out, total, moved, skipped, own, norms,
+                scale, lift, eps, start, length, lead, slot, block, h, r, cx, cz, cg,
                 H, HX, HZ, DX, DZ, KX, BZ, C, DECAY, LATE, OUTER, REVERSE, LIMIT, PRECISION,
             )  # fmt: skip
             t0 += m
     else:  # a loop that the compiler can pipeline
-        for t0 in range(0, length + lead, C):
+        for t0 in tl.range(0, length + lead, C, num_stages=STAGES):
             if kept is not None or behind is not None:
-                chunk = (length + lead - t0) // C - 1 if REVERSE else t0 // C
-                of_chunk = (_slot(cu, n, start, T, L, segments, C) + chunk) * H + h
+                of_chunk = (slot + ((length + lead - t0) // C - 1 if REVERSE else t0 // C)) * H + h
             if kept is not None:
                 to_chunk = kept + of_chunk * (DX * DZ) + in_state
                 tl.store(to_chunk, S.to(kept.dtype.element_ty), mask=has_state)
             if behind is not None:
                 D = tl.load(behind + of_chunk * (DX * DZ) + in_state, mask=has_state, other=0.0)
-            _, S, Z, ahead, gates = _chunk(
-                t0, S, Z, ahead, gates, fixed, bonus,
-                x, y, z, g, u, skip, mate, weight, ds, factor, out, total, moved, skipped, own,
-                scale, start, length, lead, row, h, r, cx, cz, cg,
+            _, S, Z, gates, along = _chunk(
+                t0, S, Z, gates, along, fixed, bonus,
+                x, y, z, g, u, skip, mate, sums, rows, columns, weight, factor, ds, qz, maxima,
+                out, total, moved, skipped, own, norms,
+                scale, lift, eps, start, length, lead, slot, block, h, r, cx, cz, cg,
                 H, HX, HZ, DX, DZ, KX, BZ, C, DECAY, LATE, OUTER, REVERSE, LIMIT, PRECISION,
             )  # fmt: skip
             if behind is not None:
-                over = tl.sum(tl.sum(S * D, 1), 0) * scale
-                if DECAY == TOKEN_HEAD:
-                    following = tl.load(g + (start + t0 + C) * H + h, mask=t0 + C < length, other=0.0).to(tl.float32)
-                    over = over * tl.exp2(tl.maximum(following, ZERO) * LOG2E)
-                elif DECAY == HEAD:
-                    over = over * tl.where(t0 + C < length, tl.exp2(fixed.to(tl.float32)), 1.0)
-                tl.store(across + of_chunk * NZ + block, over)
+                tl.store(across + of_chunk * NZ + block, tl.sum(tl.sum(S * D, 1), 0) * scale)
 
     if SHIFT and length > 0:  # what the last row leaves to one after it
         last = start + (0 if REVERSE else length - 1)
@@ -801,6 +821,8 @@ def sweep(
             of_state = (n // segments * H + h).to(tl.int64) * (DX * DZ)
             has_state = has_state & (n % segments == (0 if REVERSE else segments - 1))
         tl.store(final + of_state + in_state, S * scale if REVERSE else S, mask=has_state)
+    if skipped is not None:
+        tl.store(skipped + pid, tl.sum(along, 0))
     if zfinal is not None:
         tl.store(zfinal + of_Z, Z * scale, mask=in_g)
     if total is not None:
@@ -943,31 +965,40 @@ def tokens(
         tl.store(last + nh.to(tl.int64) * K + ck, bz, mask=in_z)
 
 
-@triton.jit(do_not_specialize=["M", "eps"])
+@triton.jit(do_not_specialize=["eps", "N", "T"])
 def divisor_gradient(
-    o, do, sums, maxima, undivided, ds, dm,
-    M, eps,
-    V: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
+    o, do, norms, maxima, sums, cu,
+    ds, shares, rows, columns, dm,
+    eps, N, T,
+    H: tl.constexpr, V: tl.constexpr, VX: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Of M outputs o [M, V] divided by d, :func:`_divisor` of ``sums``: do / d, and the gradients of s and m."""
+    """Of outputs o [B, T, H, V] divided by d, :func:`_divisor` of ``norms`` s: d ds, 1 / d, and with ``sums`` the rows
+    and columns of :func:`sweep` [chunks, H, C], and dm."""
     SUM: tl.constexpr = tl.float64 if o.dtype.element_ty == tl.float32 else tl.float32
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    c = tl.arange(0, BV)
-    live = row < M
-    here = live[:, None] & (c < V)[None, :]
-    at = row[:, None] * V + c[None, :]
-    bo, bdo = tl.load(o + at, mask=here, other=0.0), tl.load(do + at, mask=here, other=0.0)
-    s = tl.load(sums + row, mask=live, other=0.0)
-    top = _of_rows(maxima, s, 0, 0, M, 0, 0, row, 1, False, False)
-    divisor, larger = _divisor(s, top, eps, maxima is not None, SUM)
-    share = (bdo.to(tl.float32) / divisor[:, None]).to(undivided.dtype.element_ty)
-    tl.store(undivided + at, share, mask=here)
-    # from what is stored: where a token sees itself alone the gradients of its o and s cancel, to the last bit
-    change = -tl.sum(bo.to(tl.float32) * share.to(tl.float32), 1)
-    sign = tl.where(s > 0.0, 1.0, tl.where(s < 0.0, -1.0, 0.0))
-    tl.store(ds + row, tl.where(larger, change * sign, 0.0), mask=live)
+    _, start, length, slot, chunk, _ = _piece(cu, N, T, H, C, 1)
+    h = tl.program_id(0) % H
+    r, c = tl.arange(0, C), tl.arange(0, VX)
+    first, live = start + chunk * C, chunk * C + r < length
+    here, at = live[:, None] & (c < V)[None, :], (first * H + h) * V + (H * V) * r[:, None] + c[None, :]
+    change = tl.load(o + at, mask=here, other=0.0).to(tl.float32) * tl.load(do + at, mask=here, other=0.0)
+    of_token = (first * H + h) + H * r
+    s = tl.load(norms + of_token, mask=live, other=0.0)
+    top = s
     if maxima is not None:
-        tl.store(dm + row, change * eps, mask=live)
+        top = tl.load(maxima + of_token, mask=live, other=0.0)
+    divisor, larger = _divisor(s, top, eps, maxima is not None, SUM)
+    change = -tl.sum(change, 1)
+    sign = tl.where(s > 0.0, 1.0, tl.where(s < 0.0, -1.0, 0.0))
+    of_row = ((slot + chunk) * H + h) * C + r
+    tl.store(ds + of_row, tl.where(larger & live, change * sign, 0.0))
+    tl.store(shares + of_row, tl.where(live, 1.0 / divisor, 0.0))
+    if sums is not None:
+        share = tl.where(live, tl.log2(divisor.to(SUM)), 0.0)
+        at = ((slot + chunk) * H + h) * (2 * C)
+        tl.store(rows + of_row, tl.load(sums + at + r) - share)
+        tl.store(columns + of_row, tl.load(sums + at + (2 * C - 1 - r)) + share)
+    if maxima is not None:
+        tl.store(dm + of_token, change / divisor * eps, mask=live)
 
 
 @triton.jit
@@ -1209,40 +1240,48 @@ def stabilize_gradient(
         tl.store(dstart + of_row, _rounded(tl.where(first >= LEAST, to_start, 0.0), dstart), mask=begins)
 
 
+@triton.jit(do_not_specialize=["N", "T"])
+def sum_gates(
+    g, weight, cu,
+    sums, weights,
+    N, T,
+    H: tl.constexpr, BH: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Running sums of the gates of heads in every chunk, log2 [chunks, H, 2, C]: of a token and those before it, and,
+    with tokens numbered from the end, of those after it."""
+    _, start, length, slot, chunk, h = _piece(cu, N, T, H, C, BH)
+    r = tl.arange(0, C)
+    live = (chunk * C + r < length)[:, None] & (h < H)[None, :]
+    here = (h < H)[None, :] & (chunk * C < length)
+    of_token = (start + chunk * C) * H + (h[None, :] + H * r[:, None])
+    of_head = (slot + chunk) * H + h[None, :]
+    if sums is not None:
+        bg = tl.load(g + of_token, mask=live, other=0.0)
+        bg = tl.maximum(bg.to(sums.dtype.element_ty), ZERO) * LOG2E
+        G, GL = tl.cumsum(bg, 0), tl.sum(bg, 0)
+        at = sums + of_head * (2 * C)
+        tl.store(at + r[:, None], G, mask=here)
+        tl.store(at + (2 * C - 1 - r)[:, None], GL[None, :] - G, mask=here)
+    if weights is not None:
+        bw = tl.load(weight + of_token, mask=live, other=0.0)
+        tl.store(weights + of_head * C + r[:, None], bw, mask=here)
+
+
 @triton.jit
-def _loaded_gates(g, at, live, h, DECAY: tl.constexpr):
-    """A head's gates as they lie in memory: a row of them, the one of all tokens, or nothing."""
+def _head_gates(g, sums, chunk, m, h, r, H: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, SUM: tl.constexpr):
+    """Running sum of a head's gates over the ``m`` tokens of a chunk, and its end."""
     if DECAY == TOKEN_HEAD:
-        return tl.load(g + at, mask=live, other=0.0)
+        return _sums_of(sums, chunk, h, r, H, C, False)
     elif DECAY == HEAD:
-        return tl.load(g + h)
+        fixed = tl.maximum(tl.load(g + h).to(SUM), ZERO) * LOG2E
+        return fixed * tl.minimum(r + 1, m), fixed * m
     else:
-        return h
-
-
-@triton.jit
-def _sum_of_gates(bg, live, C: tl.constexpr, DECAY: tl.constexpr, SUM: tl.constexpr):
-    """Their running sum over the rows of a chunk, and its end."""
-    if DECAY == TOKEN_HEAD:
-        bg = tl.maximum(bg.to(SUM), ZERO) * LOG2E
-    elif DECAY == HEAD:
-        bg = tl.where(live, tl.maximum(bg.to(SUM), ZERO) * LOG2E, 0.0)
-    else:
-        bg = tl.zeros([C], SUM)
-    return tl.cumsum(bg, 0), tl.sum(bg, 0)
-
-
-@triton.jit
-def _head_gates(g, at, row, length, h, C: tl.constexpr, DECAY: tl.constexpr, SUM: tl.constexpr):
-    """Running sum of a head's gates over the rows of a chunk, and its end."""
-    live = row < length
-    bg = _loaded_gates(g, at, live, h, DECAY)
-    return _sum_of_gates(bg, live, C, DECAY, SUM)
+        return tl.zeros([C], SUM), (m * 0).to(SUM)
 
 
 @triton.jit(do_not_specialize=["N", "T"])
 def keys_alone(
-    k, weight, g, cu,
+    k, weight, g, sums, cu,
     alone, total,
     N, T,
     H: tl.constexpr, HX: tl.constexpr, K: tl.constexpr, KX: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr,
@@ -1256,7 +1295,8 @@ def keys_alone(
     at = (start + row) * H + h
     of_k = k + ((start + row) * HX + h // (H // HX))[:, None] * K + c[None, :]
     bk = tl.load(of_k, mask=live[:, None] & (c < K)[None, :], other=0.0).to(tl.float32)  # under way during what follows
-    G, GL = _head_gates(g, at, row, length, h, C, DECAY, SUM)
+    m = tl.minimum(length - chunk * C, C)
+    G, GL = _head_gates(g, sums, slot + chunk, m, h, tl.arange(0, C), H, C, DECAY, SUM)
     kept = tl.where(live, tl.exp2((GL - G).to(tl.float32)), 0.0)
     if weight is not None:
         kept = kept * tl.load(weight + at, mask=live, other=0.0)
@@ -1297,67 +1337,74 @@ def keys_before(
     tl.store(last + pid.to(tl.int64) * K + c, Z, mask=in_k)
 
 
-@triton.jit(do_not_specialize=["scale", "eps", "N", "T"])
-def divisors(
-    q, k, weight, g, cu, before, maxima,
-    sums, factor,
-    scale, eps, N, T,
+@triton.jit(do_not_specialize=["scale", "N", "T"])
+def keys_read(
+    q, g, sums, cu, before,
+    qz,
+    scale, N, T,
     H: tl.constexpr, HX: tl.constexpr, K: tl.constexpr, KX: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """s = scale q . Z of every token, Z the sum of weighted keys up to it, and 1 / :func:`_divisor`: [B, T, H] each."""
-    HALF: tl.constexpr = q.dtype.element_ty == tl.bfloat16
-    DOT: tl.constexpr = tl.bfloat16 if HALF else tl.float32
+    """Of scale q . Z, Z the sum of weighted keys up to a token, what the keys of chunks before bring [chunks, H, C]."""
     SUM: tl.constexpr = tl.float64 if q.dtype.element_ty == tl.float32 else tl.float32
     _, start, length, slot, chunk, _ = _piece(cu, N, T, H, C, 1)
     h = tl.program_id(0) % H
     r, c = tl.arange(0, C), tl.arange(0, KX)
-    row = chunk * C + r
-    live = row < length
-    at = (start + row) * H + h
-    at_k = ((start + row) * HX + h // (H // HX))[:, None] * K + c[None, :]
-    here = live[:, None] & (c < K)[None, :]
-    bq, bk = tl.load(q + at_k, mask=here, other=0.0), tl.load(k + at_k, mask=here, other=0.0)
-    Z = tl.load(before + ((slot + chunk) * H + h) * K + c, mask=(c < K) & (chunk * C < length), other=0.0)
-    G, _ = _head_gates(g, at, row, length, h, C, DECAY, SUM)
-    s = tl.sum(bq.to(tl.float32) * Z[None, :], 1) * tl.exp2(G.to(tl.float32))
-    P = tl.dot(bq.to(DOT), tl.trans(bk.to(DOT)), input_precision=PRECISION)
-    P = P * tl.exp2((G[:, None] - G[None, :]).to(tl.float32))
-    if weight is not None:
-        P = P * tl.load(weight + at, mask=live, other=0.0)[None, :]
-    s = (s + tl.sum(tl.where(r[:, None] >= r[None, :], P, 0.0), 1)) * scale
-    top = tl.load(maxima + at, mask=live, other=0.0) if maxima is not None else s
-    divisor, _ = _divisor(s, top, eps, maxima is not None, SUM)
-    tl.store(sums + at, s, mask=live)
-    tl.store(factor + at, 1.0 / divisor, mask=live)
+    row, m = chunk * C + r, tl.minimum(length - chunk * C, C)
+    of_q = q + ((start + row) * HX + h // (H // HX))[:, None] * K + c[None, :]
+    bq = tl.load(of_q, mask=(r < m)[:, None] & (c < K)[None, :], other=0.0)
+    of_chunk = (slot + chunk) * H + h
+    Z = tl.load(before + of_chunk * K + c, mask=(c < K) & (m > 0), other=0.0)
+    G, _ = _head_gates(g, sums, slot + chunk, m, h, r, H, C, DECAY, SUM)
+    tl.store(qz + of_chunk * C + r, tl.sum(bq.to(tl.float32) * Z[None, :], 1) * tl.exp2(G.to(tl.float32)) * scale)
+
+
+@triton.jit
+def _loaded_gates(g, at, live, h, DECAY: tl.constexpr):
+    """A head's gates as they lie in memory: a row of them, the one of all tokens, or nothing."""
+    if DECAY == TOKEN_HEAD:
+        return tl.load(g + at, mask=live, other=0.0)
+    elif DECAY == HEAD:
+        return tl.load(g + h)
+    else:
+        return h
+
+
+@triton.jit
+def _sum_of_gates(bg, live, C: tl.constexpr, DECAY: tl.constexpr, SUM: tl.constexpr):
+    """Their running sum over the rows of a chunk, and its end."""
+    if DECAY == TOKEN_HEAD:
+        bg = tl.maximum(bg.to(SUM), ZERO) * LOG2E
+    elif DECAY == HEAD:
+        bg = tl.where(live, tl.maximum(bg.to(SUM), ZERO) * LOG2E, 0.0)
+    else:
+        bg = tl.zeros([C], SUM)
+    return tl.cumsum(bg, 0), tl.sum(bg, 0)
 
 
 @triton.jit
 def _of_head(
-    g, weight, none, first, h, m, follows, r,
-    H: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr,
+    g, weight, none, first, h, m, r,
+    H: tl.constexpr, DECAY: tl.constexpr,
 ):  # fmt: skip
-    """A head's gates in a chunk of ``m`` tokens and of the token that ``follows``, and its weights."""
+    """A head's gates in a chunk of ``m`` tokens, and its weights."""
     at, bw = (first * H + h) + H * r, none
-    bg = _loaded_gates(g, at, r < m, h, DECAY)
-    following = _loaded_gates(g, (first + C) * H + h, follows, h, DECAY)
     if weight is not None:
         bw = tl.load(weight + at, mask=r < m, other=0.0).to(tl.float32)
-    return bg, following, bw
+    return _loaded_gates(g, at, r < m, h, DECAY), bw
 
 
-@triton.jit(do_not_specialize=["scale", "N", "T", "L"])
+@triton.jit(do_not_specialize=["scale", "N", "T"])
 def shared(
     x, y, z, mate, g, weight, states, cu,
     out, moved,
-    scale, N, T, L,
+    scale, N, T,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KX: tl.constexpr, VX: tl.constexpr,
     C: tl.constexpr, DECAY: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the queries (keys: REVERSE) that H / G heads share, summed over them, in one chunk of C tokens.
 
-    states [chunks, H, K, V]: S before each chunk, or their gradients behind it, without the gate between, by segments
-    of L tokens. With E the gates from or to the chunk's end, and x, y, z as in the sweep of the same gradient::
+    states [chunks, H, K, V]: S before each chunk, or their gradients behind it. With E the gates from or to the chunk's
+    end, and x, y, z as in the sweep of the same gradient::
 
         out_i = sum_j (sum_h x_i . y_j W_ij) z_j + sum_h E S x_i
 
@@ -1372,7 +1419,6 @@ def shared(
     r, ck, cv = tl.arange(0, C), tl.arange(0, KX), tl.arange(0, VX)
     first, place, m = start + chunk * C, slot + chunk, tl.minimum(length - chunk * C, C)
     live = r < m
-    follows = (chunk * C + C < length) & ((chunk * C + C) % L != 0)  # a token of the same segment
     # 64-bit offsets for the chunk, 32-bit ones within it
     in_v, in_state = (H * V) * r[:, None] + cv[None, :], ck[:, None] * V + cv[None, :]
     here, there = live[:, None] & (cv < V)[None, :], (ck < K)[:, None] & (cv < V)[None, :] & (m > 0)
@@ -1386,18 +1432,16 @@ def shared(
         pairs = tl.dot(bm, tl.trans(bz), input_precision=PRECISION)
 
     P, acc = tl.zeros([C, C], tl.float32), tl.zeros([C, KX], tl.float32)
-    ahead = _of_head(g, weight, scale, first, group * R, m, follows, r, H, C, DECAY)  # so that no head waits for them
+    ahead = _of_head(g, weight, scale, first, group * R, m, r, H, DECAY)  # so that no head waits for them
     for i in range(0, R):
         h = group * R + i
         of_v = (first * H + h) * V
         bx = tl.load(x + of_v + in_v, mask=here, other=0.0).to(DOT)
         by = tl.load(y + of_v + in_v, mask=here, other=0.0).to(DOT)
         S = tl.load(states + (place * H + h) * (K * V) + in_state, mask=there, other=0.0).to(DOT)
-        bg, following, w = ahead
-        ahead = _of_head(g, weight, scale, first, tl.minimum(h + 1, H - 1), m, follows, r, H, C, DECAY)
+        bg, w = ahead
+        ahead = _of_head(g, weight, scale, first, tl.minimum(h + 1, H - 1), m, r, H, DECAY)
         gates, GL = _sum_of_gates(bg, live, C, DECAY, SUM)
-        if DECAY != NONE:
-            GL += tl.where(follows, tl.maximum(following.to(SUM), ZERO) * LOG2E, 0.0)
         E = tl.exp2((GL - gates if REVERSE else gates).to(tl.float32))
         if moved is not None:
             along = tl.sum(tl.dot(bm, S, input_precision=PRECISION) * bx, 1) * E

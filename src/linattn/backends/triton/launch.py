@@ -152,6 +152,19 @@ def starts_shape(x: MatrixInputs) -> list[int] | None:
     return None if rows.segments == 1 else [rows.number * rows.segments, x.v.shape[2], x.k.shape[-1], x.v.shape[-1]]
 
 
+def sums_shape(x: MatrixInputs) -> list[int] | None:
+    """Of the running sums of gates that :func:`forward` keeps for the backward, in float32."""
+    if _decay(x) != 3 or x.read is Read.BEFORE or x.beta is not None or x.v.dtype == torch.float32 or walks(x):
+        return None
+    B, T, H, _ = x.v.shape
+    return [_places(B, T, CHUNK, x.cu_seqlens), H, 2, CHUNK]
+
+
+def _decay(x: MatrixInputs) -> int:
+    """The kernels' number of a kind of decay."""
+    return 0 if x.g is None else x.g.dim()
+
+
 @lru_cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
@@ -193,21 +206,27 @@ def _bonus_and_skip(x: MatrixInputs) -> tuple[Tensor | None, Tensor | None]:
 
 
 class Sums(NamedTuple):
-    """What a divided output adds to the backward: gradients of all sums and of the last sum of keys."""
+    """What a divided output adds to the backward: as `divisor_gradient` wrote them, and the gradient of the last sum of
+    keys."""
 
     ds: Tensor
+    shares: Tensor
+    rows: Tensor | None
+    columns: Tensor | None
     dz: Tensor | None
 
 
 @lru_cache(maxsize=1024)
 def _how(
-    dtype: torch.dtype, part: str, decay: int, late: bool, summed: bool, many: bool, H: int, groups: int, K: int, V: int
-) -> tuple[Settings, tuple[Any, ...]]:
-    """Settings of a sweep, and the constants of its kernel; ``many``: blocks may be wide, programs are enough."""
+    dtype: torch.dtype, part: str, decay: int, late: bool, summed: bool, states: bool, many: bool, H: int, groups: int,
+    K: int, V: int,
+) -> tuple[Settings, tuple[Any, ...]]:  # fmt: skip
+    """Settings of a sweep, and the constants of its kernel; ``states``: of nothing else; ``many``: blocks may be wide,
+    programs are enough."""
     _, outer, reverse = PARTS[part]
     (HX, DX), (HZ, DZ) = ((H, V), (groups, K)) if outer else ((groups, K), (H, V))
-    s = settings(dtype, decay, outer, DX, summed)
-    if DZ <= NARROW or not many:
+    s = settings(dtype, decay, outer, DX, summed, states)
+    if DZ <= NARROW or not (many or states):
         s = s._replace(block=NARROW)
     return s, (
         H, HX, HZ, DX, DZ, _padded(DX, 64), s.block, s.chunk,
@@ -218,20 +237,25 @@ def _how(
 class Call:
     """What the output and the gradients of one call share."""
 
-    def __init__(self, x: MatrixInputs, scale: float, by: Divisor | None = None) -> None:
+    def __init__(self, x: MatrixInputs, scale: float, by: Divisor | None = None, sums: Tensor | None = None) -> None:
         self.q, self.k, self.v = x.q.contiguous(), x.k.contiguous(), x.v.contiguous()
         self.g, self.state = _plain(x.g), _plain(x.state)
         self.u, self.skip = _bonus_and_skip(x)
         self.weight = _plain(x.beta if by is None else by.weight)
-        self.decay = 0 if self.g is None else self.g.dim()
+        self.decay = _decay(x)
+        self.kept_sums = None if sums is None or not sums.numel() else sums  # of the forward
         self.vector = self.decay in (2, 4)
         self.late = x.read is Read.BEFORE
-        self.scale = scale
+        self.turned = scale < 0  # kernels take the logarithm of the scale
+        self.scale = abs(scale)
+        if self.turned:
+            self.q = -self.q
         (B, T, self.H, self.V), (_, _, self.G, self.K) = x.v.shape, x.k.shape
         self.do: Tensor | None = None
         self.by = None if by is None else by._replace(z=_plain(by.z), m=_plain(by.m))
         self.sums: Sums | None = None
         self.rows = Rows(B, T, T, 1, None) if by and x.cu_seqlens is None else _rows(x)
+        self.slots = _places(B, T, CHUNK, self.rows.cu)  # chunks, of packed rows as many as there may be
         self.many = self.rows.number * self.rows.segments * self.H >= _processors(self.v.device)
 
     def states(self, segments: int = 1) -> Tensor:
@@ -252,8 +276,7 @@ class Call:
         rows = self.rows
         length = T if rows.cu is not None else DIVIDED_AT_ONCE
         segments = 1 if rows.cu is not None else -(-T // length)
-        slots = _places(B, T, CHUNK, rows.cu)
-        dtype = _multiplied(self.v.dtype)
+        slots, dtype = self.slots, _multiplied(self.v.dtype)
         q, k = (torch.empty(B, T, self.H, self.K, dtype=dtype, device=self.v.device) for _ in range(2))
         ends = _scratch(self.v, slots, self.H, self.K)
         steep = torch.empty(slots, self.H, dtype=torch.int32, device=self.v.device)
@@ -268,78 +291,102 @@ class Call:
             _launch(kernels.divide, programs, tensors, (T, length, segments), constants, 8 if size > 128 else 4, 1)
         return Divided(q, k, ends, steep, qk)
 
-    def divisors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of a sum normaliser: the sums s [B, T, H], what outputs are multiplied by, and the last sum of keys."""
+    @cached_property
+    def of_chunks(self) -> tuple[Tensor | None, Tensor | None]:
+        """Running sums of the gates of heads in every chunk, and their weights, as sweeps read them."""
+        if self.kept_sums is not None:
+            return self.kept_sums, None
+        gated, weighted = self.decay == 3 and not self.late, self.weight is not None
+        rows, dtype = self.rows, torch.float64 if self.v.dtype == torch.float32 else torch.float32
+        slots = self.slots
+        sums = torch.empty(slots, self.H, 2, CHUNK, dtype=dtype, device=self.v.device) if gated else None
+        weights = _scratch(self.v, slots, self.H, CHUNK) if weighted else None
+        if slots * self.H and (gated or weighted):
+            constants, programs = (self.H, SUMMED_HEADS, CHUNK), slots * -(-self.H // SUMMED_HEADS)
+            tensors = (self.g, self.weight, rows.cu, sums, weights)
+            _launch(kernels.sum_gates, programs, tensors, (rows.number, rows.T), constants, 4, 1)
+        return sums, weights
+
+    def keys(self) -> tuple[Tensor, Tensor]:
+        """For a sum normaliser: what chunks before bring to each token's sum, and the last sum of keys."""
         assert self.by is not None
-        rows, (B, T) = self.rows, self.v.shape[:2]
-        slots = _places(B, T, CHUNK, rows.cu)
-        sums, factor = (_scratch(self.v, B, T, self.H) for _ in range(2))
+        rows, slots = self.rows, self.slots
         alone, before = (_scratch(self.v, slots, self.H, self.K) for _ in range(2))
         total, last = _scratch(self.v, slots, self.H), _scratch(self.v, rows.number, self.H, self.K)
-        size = _padded(self.K)
-        shape, numbers = (self.H, self.G, self.K, size, CHUNK), (rows.number, T)
-        gates = (self.weight, self.g, rows.cu)
-        if sums.numel():
-            tensors = (self.k, *gates, alone, total)
-            _launch(kernels.keys_alone, slots * self.H, tensors, numbers, (*shape, self.decay), 4, 1)
+        qz = _scratch(self.v, slots, self.H, CHUNK)
+        size, numbers, sums = _padded(self.K), (rows.number, rows.T), self.of_chunks[0]
+        constants = (self.H, self.G, self.K, size, CHUNK, self.decay)
+        if qz.numel():
+            tensors = (self.k, self.weight, self.g, sums, rows.cu, alone, total)
+            _launch(kernels.keys_alone, slots * self.H, tensors, numbers, constants, 2 if size <= 128 else 4, 1)
         if last.numel():
             places = (alone, total, self.by.z, rows.cu, before, last)
-            _launch(kernels.keys_before, rows.number * self.H, places, (T,), (self.H, self.K, size, CHUNK), 4, 1)
-        if sums.numel():
-            both = (self.scale, self.by.eps, *numbers)
-            given = (self.q, self.k, *gates, before, self.by.m, sums, factor)
-            constants = (*shape, self.decay, PRECISION[self.v.dtype])
-            _launch(kernels.divisors, slots * self.H, given, both, constants, 4, 1)
-        return sums, factor, last
+            _launch(kernels.keys_before, rows.number * self.H, places, (rows.T,), (self.H, self.K, size, CHUNK), 4, 1)
+        if qz.numel():
+            given = (self.q, self.g, sums, rows.cu, before, qz)
+            _launch(kernels.keys_read, slots * self.H, given, (self.scale, *numbers), constants, 4, 1)
+        return qz, last
 
     def sweep(
         self, part: str, init: Tensor | None, *, dS: Tensor | None = None, out: Tensor | None = None,
         final: Tensor | None = None, total: Tensor | None = None, moved: Tensor | None = None,
         skipped: Tensor | None = None, rest: Tensor | None = None, own: Tensor | None = None, z: Tensor | None = None,
-        factor: Tensor | None = None, kept: Tensor | None = None, behind: Tensor | None = None,
-        across: Tensor | None = None,
+        qz: Tensor | None = None, norms: Tensor | None = None, kept: Tensor | None = None,
+        behind: Tensor | None = None, across: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """``part``: o, dv, dq or dk; ``factor``: of each token's output."""
+        """``part``: o, dv, dq or dk."""
         given = self.given
-        results = (out, final, total, moved, skipped, rest, own, z, kept, across)
+        results = (out, final, total, moved, skipped, rest, own, z, kept, across, norms)
         divided = self.divided if self.vector else None
-        self._sweep(part, given, self.G, self.decay, divided, init, dS, factor, behind, results)
+        self._sweep(part, given, self.G, self.decay, divided, init, dS, qz, behind, results)
         if divided is not None:
             given |= {"q": divided.q, "k": divided.k}
             self._sweep(part, given, self.H, self.decay + DIVIDED, divided, init, dS, None, None, results)
 
     def _sweep(
         self, part: str, given: dict[str, Tensor | None], groups: int, decay: int, by: Divided | None,
-        init: Tensor | None, dS: Tensor | None, factor: Tensor | None, behind: Tensor | None,
+        init: Tensor | None, dS: Tensor | None, qz: Tensor | None, behind: Tensor | None,
         results: tuple[Tensor | None, ...],
     ) -> None:  # fmt: skip
         names, outer, reverse = PARTS[part]
         x, y, z, mate = (given[name] for name in names)
-        _, _, _, moved, skipped, rest, *_ = results
-        rows, sizes = self.rows, (self.H, groups, self.K, self.V)
-        s, constants = _how(self.v.dtype, part, decay, self.late, self.by is not None, self.many, *sizes)
+        out, _, _, moved, skipped, rest, *_ = results
+        rows = self.rows
+        s, constants = self.how(part, decay, groups, out is None)
         programs = rows.number * rows.segments * self.H * -(-(self.K if outer else self.V) // s.block)
         if programs:
             stages = s.deep if programs <= _processors(self.v.device) else s.stages
             divided = (None, None, None) if by is None else (by.ends, by.steep, by.qk)
             mate = None if moved is None and skipped is None else mate
-            ds = zinit = dz = None
+            ds = zinit = dz = maxima = None
+            sums, weight = self.of_chunks
+            share = of_sums = columns = None
+            if self.sums is not None and part != "o":
+                _, share, of_sums, columns, _ = self.sums
+            of_rows: tuple[Tensor | None, ...] = (None, columns, share, weight)
+            if not reverse:
+                of_rows = (of_sums, None, weight, share if of_sums is None else None)
+            if self.by is not None and qz is not None:
+                maxima = self.by.m
             if self.by is not None and self.sums is not None and outer:
                 zinit = self.sums.dz if reverse else self.by.z
                 ds, dz = self.sums.ds, None if rest is None else self.sums.dz
             tensors = (
                 x, y, z, self.g, self.u, None if outer else self.skip, mate, rows.cu, init, dS, *divided,
-                self.weight, ds, factor, zinit, dz, behind, *results,
+                sums, *of_rows, ds, qz, maxima, zinit, dz, behind, *results,
             )  # fmt: skip
-            numbers = (self.scale, rows.T, rows.length, rows.segments)
-            _launch(kernels.sweep, programs, tensors, numbers, constants, s.warps, stages)
+            numbers = (self.scale, 0.0 if self.by is None else self.by.eps, rows.T, rows.length, rows.segments)
+            _launch(kernels.sweep, programs, tensors, numbers, (*constants, stages), s.warps, stages)
 
-    def blocks(self, outer: bool = True) -> int:
-        """Programs of the sweep of dq, or of dv, that share a row."""
-        part, size = ("dq", self.K) if outer else ("dv", self.V)
-        sizes = (self.H, self.G, self.K, self.V)
-        how = _how(self.v.dtype, part, self.decay, self.late, self.by is not None, self.many, *sizes)
-        return -(-size // how[0].block)
+    def how(self, part: str, decay: int, groups: int, states: bool) -> tuple[Settings, tuple[Any, ...]]:
+        """As :func:`_how`."""
+        kind = (decay, self.late, self.by is not None, states, self.many)
+        return _how(self.v.dtype, part, *kind, self.H, groups, self.K, self.V)
+
+    def blocks(self, part: str, states: bool = False) -> int:
+        """Programs of a sweep that share a row."""
+        size = self.K if PARTS[part][1] else self.V
+        return -(-size // self.how(part, self.decay, self.G, states)[0].block)
 
     def gate_gradient(
         self,
@@ -350,8 +397,8 @@ class Call:
         rest: Tensor | None,
         own: Tensor | None,
         need_g: bool,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of the gate and the bonus; ``read``, ``written``: with decays of heads q . dq, k . dk, in parts."""
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients of gate, bonus and weight; ``read``, ``written``: with decays of heads q . dq, k . dk, in parts."""
         g, rows = self.g, self.rows
         number, fixed = rows.number * rows.segments, self.decay in (1, 2)
         dg = None if g is None or not need_g else _scratch(g, number, *g.shape) if fixed else torch.empty_like(g)
@@ -359,12 +406,12 @@ class Call:
         tensors: tuple[Tensor | None, ...]
         constants: tuple[Any, ...]
         shape, least = (rows.T, rows.length, rows.segments), LEAST[self.v.dtype]
-        parts = 1 if self.vector else self.blocks()
-        if number and dg is not None and read is not None:
-            tensors = (read, written, self.weight, g, rest, rows.cu, dg)
-            constants = (self.H, SUMMED_HEADS, SUMMED, self.decay, self.late, parts)
-            programs = number * -(-self.H // SUMMED_HEADS)
-            _launch(kernels.head_gate_gradient, programs, tensors, (*shape, least), constants, 8, 1)
+        parts = 1 if self.vector else self.blocks("dq")
+        dw = None if self.weight is None else torch.empty_like(self.weight)
+        if number and written is not None:
+            tensors = (read, written, self.weight, g, rest, rows.cu, dg, dw)
+            constants = (self.H, CHUNK, SUMMED, self.decay, self.late, parts)
+            _launch(kernels.head_gate_gradient, number * self.H, tensors, (*shape, least), constants, 8, 1)
         elif number and not (dg is None and du is None):
             size = _padded(self.K)
             block = min(size, 64) if self.vector or self.decay == 0 else size
@@ -374,7 +421,7 @@ class Call:
             _launch(kernels.gate_gradient, programs, tensors, (self.scale, *shape, least), constants, 4, 3)
         if dg is not None and g is not None and fixed:
             dg = dg.sum(0).to(g.dtype)
-        return dg, None if du is None or self.u is None else du.sum(0).to(self.u.dtype)
+        return dg, None if du is None or self.u is None else du.sum(0).to(self.u.dtype), dw
 
     @property
     def shares(self) -> bool:
@@ -384,9 +431,8 @@ class Call:
 
     def states_of_chunks(self) -> Tensor:
         """Room for the states between chunks, as products take them."""
-        (B, T), cu = self.v.shape[:2], self.rows.cu
         dtype = _multiplied(self.v.dtype)
-        return torch.empty(_places(B, T, CHUNK, cu), self.H, self.K, self.V, dtype=dtype, device=self.v.device)
+        return torch.empty(self.slots, self.H, self.K, self.V, dtype=dtype, device=self.v.device)
 
     def shared(
         self, before: Tensor, after: Tensor, read: Tensor | None, written: Tensor | None
@@ -396,7 +442,7 @@ class Call:
         dq, dk = torch.empty_like(self.q), torch.empty_like(self.k)
         if dq.numel():
             K, V = (_padded(size) for size in (self.K, self.V))
-            sizes, numbers = (self.H, self.G, self.K, self.V, K, V, CHUNK), (rows.number, rows.T, rows.length)
+            sizes, numbers = (self.H, self.G, self.K, self.V, K, V, CHUNK), (rows.number, rows.T)
             stages = 3 if V <= 64 else 2  # as shared memory has room for two programs
             for part, states, out, moved in (("dq", before, dq, read), ("dk", after, dk, written)):
                 names, _, reverse = PARTS[part]
@@ -432,8 +478,10 @@ class Call:
         return states
 
 
-def forward(x: MatrixInputs, grads: tuple[bool, bool] | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Output, final state and, for the backward, the states before segments, None where rows are whole.
+def forward(
+    x: MatrixInputs, grads: tuple[bool, bool] | None = None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Output, final state and, for the backward, the states before segments (None where rows are whole), sums of gates.
 
     ``grads``: if a backward is to come, whether for the gate and for the state.
     """
@@ -443,7 +491,9 @@ def forward(x: MatrixInputs, grads: tuple[bool, bool] | None = None) -> tuple[Te
         o, starts = torch.empty_like(c.v), c.starts("o", c.state)
         final = c.states() if c.state is None else torch.empty_like(c.state)
         c.sweep("o", starts, out=o, final=final)
-        return o, final, None if c.rows.segments == 1 or grads is None else starts
+        if grads is None:
+            return o, final, None, None
+        return o, final, None if c.rows.segments == 1 else starts, None if sums_shape(x) is None else c.of_chunks[0]
 
 
 def forward_divided(x: MatrixInputs, by: Divisor, training: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -451,9 +501,9 @@ def forward_divided(x: MatrixInputs, by: Divisor, training: bool = False) -> tup
     with _on(x.v):
         c = Call(x, x.scale, by)
         _meet(c, training, lambda: forward_divided(x, by, training), lambda: training and _backward_of(x, by))
-        o, S = torch.empty_like(c.v), c.states()
-        s, factor, z = c.divisors()
-        c.sweep("o", c.state, out=o, final=S, factor=factor)
+        o, S, s = torch.empty_like(c.v), c.states(), _scratch(c.v, *c.v.shape[:3])
+        qz, z = c.keys()
+        c.sweep("o", c.state, out=o, final=S, qz=qz, norms=s)
         return o, s, S, z
 
 
@@ -464,12 +514,12 @@ def _backward_of(x: MatrixInputs, by: Divisor) -> object:
 
 
 def backward(
-    x: MatrixInputs, do: Tensor, dS: Tensor | None, need_g: bool, need_state: bool = True, starts: Tensor | None = None
-) -> Grads:
-    """Gradients, given those of the output and of the final state (None: zero), and the states before segments where
-    :func:`forward` kept them."""
+    x: MatrixInputs, do: Tensor, dS: Tensor | None, need_g: bool, need_state: bool = True,
+    starts: Tensor | None = None, sums: Tensor | None = None,
+) -> Grads:  # fmt: skip
+    """Gradients, given those of the output and of the final state (None: zero), and what :func:`forward` kept."""
     with _on(x.v):
-        c = Call(x, x.scale or 1.0)
+        c = Call(x, x.scale or 1.0, sums=sums)
         c.do = (do if x.scale else torch.zeros_like(do)).contiguous()
         first = c.states() if need_state else None
         starts = c.starts("o", c.state) if starts is None or not starts.numel() else starts
@@ -489,16 +539,16 @@ def backward_divided(
             dS = torch.zeros_like(first) if dS is None else dS.contiguous()
             dz = torch.zeros_like(first_z) if dz is None else dz.contiguous()
         c.do = (do if x.scale else torch.zeros_like(do)).contiguous()
-        undivided, ds = torch.empty_like(c.do), torch.empty_like(s)
         dm = None if c.by.m is None else torch.empty_like(c.by.m)
-        if s.numel():
-            size = _padded(c.V)
-            rows = max(4096 // size, 1)
-            tensors = (o, c.do, s, c.by.m, undivided, ds, dm)
-            _launch(
-                kernels.divisor_gradient, -(-s.numel() // rows), tensors, (s.numel(), by.eps), (c.V, size, rows), 4, 1
-            )
-        c.do, c.sums = undivided, Sums(ds, dz)
+        slots = c.slots
+        ds, shares = (_scratch(c.v, slots, c.H, CHUNK) for _ in range(2))
+        sums = c.of_chunks[0]
+        of_rows, columns = (None if sums is None else torch.empty_like(ds, dtype=sums.dtype) for _ in range(2))
+        if ds.numel():
+            tensors = (o, c.do, s, c.by.m, sums, c.rows.cu, ds, shares, of_rows, columns, dm)
+            constants, numbers = (c.H, c.V, _padded(c.V), CHUNK), (by.eps, c.rows.number, c.rows.T)
+            _launch(kernels.divisor_gradient, slots * c.H, tensors, numbers, constants, 4, 1)
+        c.sums = Sums(ds, shares, of_rows, columns, dz)
         dq, dk, dv, dg, _, dw = _gradients(c, c.state, dS, need_g, first, first_z)
         return dq, dk, dv, dg, first, dw, first_z, dm
 
@@ -513,18 +563,20 @@ def _gradients(
     dv = torch.empty_like(c.v)
     skipped = du = dw = written = read = dg = None
     if c.skip is not None:
-        skipped = _scratch(c.v, c.blocks(False), *tokens, c.H)
+        skipped = _scratch(c.v, rows.number * rows.segments, c.H, c.blocks("dv"))
     gated = need_g and c.g is not None
     if c.shares:
         before, after = c.states_of_chunks(), c.states_of_chunks()
-        across = _scratch(c.v, before.shape[0], c.H, c.blocks(False)) if gated else None
-        written = _scratch(c.v, 1, *tokens, c.H) if gated or c.weight is not None else None
+        across = _scratch(c.v, before.shape[0], c.H, c.blocks("o", states=True)) if gated else None
+        written = _scratch(c.v, *tokens, c.H) if gated or c.weight is not None else None
         read = torch.empty_like(written) if gated and written is not None else None
         c.sweep("dv", dS_ends, out=dv, final=first, skipped=skipped, kept=after)
         c.sweep("o", S, kept=before, behind=after if gated else None, across=across)
         dq, dk = c.shared(before, after, read, written)
         if read is not None and written is not None and across is not None:
             dg = c.chunk_gate_gradient(read, written, across)
+        if c.weight is not None and written is not None:
+            dw = written.to(c.weight.dtype)
     else:
         c.sweep("dv", dS_ends, out=dv, final=first, skipped=skipped)
         dq = torch.empty_like(c.q) if c.G == c.H else c.q.new_empty(*tokens, c.H, c.K)
@@ -532,19 +584,19 @@ def _gradients(
         own = None if c.u is None else _scratch(c.v, *tokens, c.H)
         rest = None
         if need_g and dS_ends is not None:
-            rest = _scratch(c.v, rows.number * rows.segments, c.H, c.K if c.vector else c.blocks())
+            rest = _scratch(c.v, rows.number * rows.segments, c.H, c.K if c.vector else c.blocks("dq"))
         if (need_g or c.weight is not None) and not c.vector and c.u is None:
-            written = _scratch(c.v, c.blocks(), *tokens, c.H)
+            written = _scratch(c.v, c.slots, c.H, c.blocks("dq"), CHUNK)
         if need_g and written is not None:
             read = torch.empty_like(written)
         c.sweep("dq", S, dS=None if rest is None else dS_ends, out=dq, moved=read, rest=rest, own=own)
         c.sweep("dk", dS_ends, out=dk, moved=written, z=first_z)
-        dg, du = c.gate_gradient(dq, dk, read, written, rest, own, need_g)
+        dg, du, dw = c.gate_gradient(dq, dk, read, written, rest, own, need_g)
         dq, dk = (_grouped(t, c.G) for t in (dq, dk))
+    if c.turned:
+        dq = -dq
     if c.skip is not None and skipped is not None:
-        du = skipped.sum((0, 1, 2)).to(c.skip.dtype)
-    if c.weight is not None and written is not None:
-        dw = (written[0] if len(written) == 1 else written.sum(0)).to(c.weight.dtype)
+        du = skipped.sum((0, 2)).to(c.skip.dtype)
     return dq, dk, dv, dg, du, dw
 
 
