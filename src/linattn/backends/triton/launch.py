@@ -407,7 +407,7 @@ class Call:
         constants: tuple[Any, ...]
         shape, least = (rows.T, rows.length, rows.segments), LEAST[self.v.dtype]
         parts = 1 if self.vector else self.blocks("dq")
-        dw = None if self.weight is None else torch.empty_like(self.weight)
+        dw = None if self.weight is None or written is None else torch.empty_like(self.weight)
         if number and written is not None:
             tensors = (read, written, self.weight, g, rest, rows.cu, dg, dw)
             constants = (self.H, CHUNK, SUMMED, self.decay, self.late, parts)
