@@ -41,9 +41,9 @@ TARGETS = {
 SPILL = {
     torch.bfloat16: {64: 512, 128: 1024, 256: 2560},
     torch.float16: {64: 1024, 128: 2560},
-    torch.float32: {64: 1792, 128: 3584},
+    torch.float32: {64: 1536, 128: 3584},
 }
-SPILL_ELSEWHERE = 20480  # on targets that the settings were not measured on, and where the backend is refused
+SPILL_SHARED = 3584  # on sm_80, where heads share keys
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -140,7 +140,9 @@ def check(each: Launch, name: str, dtype: torch.dtype, size: int, folder: Path) 
     what = f"{name} {each.kernel.__name__} {each.constants}"
     assert kernel.metadata.shared <= limit, f"{what}: {kernel.metadata.shared} bytes of shared memory"
     bytes_spilled = spilled(kernel, folder)
-    allowed = SPILL[dtype][size] if name == "sm_90" else SPILL_ELSEWHERE
+    allowed = SPILL[dtype][size] * (1 if name == "sm_90" else 2)  # the settings are those of an H200
+    if name == "sm_80" and each.kernel.__name__ == "shared":
+        allowed = SPILL_SHARED
     assert bytes_spilled <= allowed, f"{what}: {bytes_spilled} bytes spilled"
 
 

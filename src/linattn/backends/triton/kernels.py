@@ -795,8 +795,6 @@ def sweep(
             fixed = tl.maximum(fixed, ZERO) * LOG2E
         if SCALAR:
             S = S * tl.exp2(fixed.to(tl.float32))
-            if ds is not None:
-                Z = Z * tl.exp2(fixed.to(tl.float32))
             gates += fixed
         if VECTOR:
             S = S * tl.exp2(fixed)[None, :]

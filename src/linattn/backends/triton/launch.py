@@ -28,7 +28,7 @@ LEAST = {dtype: math.log(torch.finfo(dtype).eps) for dtype in LIMIT}  # gates be
 PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32", torch.float32: "tf32x3"}
 _GPU = torch.cuda.is_available()
 CHUNK = 64  # tokens that gates are divided out over
-SUMMED, SUMMED_HEADS = 1024, 4  # tokens and heads that the gate's gradient is summed over at once
+SUMMED, SUMMED_HEADS = 1024, 4  # tokens of a row, and heads of a chunk, whose gates or gradients are summed at once
 DIVIDED_AT_ONCE = 256  # tokens of a program that does
 # The parts that the tensors play in each sweep: x, y, z, mate; whether the gate's channels are z's; backward in time.
 PARTS: dict[str, tuple[tuple[str, str, str, str], bool, bool]] = {
